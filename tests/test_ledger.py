@@ -20,7 +20,8 @@ def test_the_living_read_all_shards_each_as_often(count):
         times = collections.Counter()
         for turn in range(count):
             step = turn * TURN_STEPS + 5
-            shards = [shard_of(worker, step, living, count) for worker in living]
+            alive = len(living)
+            shards = [shard_of(worker, step, alive, count) for worker in living]
             assert len(set(shards)) == len(living)
             times.update(shards)
         if len(living) == count:

@@ -24,6 +24,7 @@ from test_launch import RUN_JOB, SAVE, read_pids, wait_until
 from test_launch import start as launcher
 from test_resume import Growing
 
+from decentjax import WorkerState
 from train.config import (
     AutoExchange,
     Config,
@@ -587,7 +588,7 @@ def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
 def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
     optimizer = build_optimizer(line.config.optimizer, 20)
     state = jax.vmap(optimizer.init)({"w": np.zeros(2)})
-    moved = peer_run._at_step(state, 7)
+    moved = peer_run.at_step(WorkerState((), state, (), ()), 7).opt_state
 
     def counts_steps(x):
         return "count" in getattr(x, "_fields", ())

@@ -29,7 +29,7 @@ from decentjax.gossip import (
     count_examples,
 )
 from decentjax.gossip.patience import Waits
-from decentjax.gossip.quorum import QuorumMeans, mean_of
+from decentjax.gossip.quorum import QuorumMeans, weighted_mean
 from decentjax.links import Links, Piece, Said
 from decentjax.rounds import Rounds, init_rounds
 from decentjax.schedule import every, in_fragments
@@ -246,7 +246,7 @@ def test_the_mean_and_the_trimmed_mean_are_numpys(count, trimmed):
     draw = np.random.default_rng(count)
     values, weights = draw.normal(size=(count, 4)), draw.uniform(0.1, 1, count)
     weights /= weights.sum()
-    got, _ = mean_of(*given(values.astype("f4"), weights.tolist()), trimmed)
+    got, _ = weighted_mean(*given(values.astype("f4"), weights.tolist()), trimmed)
     wanted = []
     for column in values.T:
         pairs = sorted(zip(column, weights, strict=True))
@@ -261,8 +261,8 @@ def test_who_merges_the_same_has_the_same_bit_for_bit(worker):
     """Whose own model it is, and in what order they came, does not matter."""
     draw = np.random.default_rng(0)
     values = draw.normal(size=(3, 4)).astype("f4")
-    wanted, _ = mean_of(*given(values, [0.2, 0.3, 0.5]))
-    got, _ = mean_of(*given(values, [0.2, 0.3, 0.5], worker))
+    wanted, _ = weighted_mean(*given(values, [0.2, 0.3, 0.5]))
+    got, _ = weighted_mean(*given(values, [0.2, 0.3, 0.5], worker))
     assert got.tolist() == wanted.tolist()
 
 
@@ -386,6 +386,88 @@ def test_a_slow_worker_takes_part_in_the_rounds_of_the_others(tmp_path):
     assert np.mean([one[slow] for one in merged]) < 0.7 * np.mean(
         [one[1] for one in merged if 1 in one]
     )
+
+
+def noise(rows, draw):
+    return [x + jnp.float32(100 * draw.standard_normal(x.shape)) for x in rows]
+
+
+def frozen():
+    first = []
+
+    def send(rows, draw):
+        del draw
+        first[:] = first or rows
+        return first
+
+    return send
+
+
+ATTACKS = {
+    "noise": lambda: noise,
+    "negative": lambda: lambda rows, _: [-x for x in rows],
+    "scaled": lambda: lambda rows, _: [100 * x for x in rows],
+    "frozen": frozen,
+    "not a number": lambda: lambda rows, _: [x * jnp.nan for x in rows],
+}
+CENTER = 20.0  # Of what workers are to learn, far from where they begin.
+
+
+def attacked(folder, attack, quorum, num_workers=8, num_steps=60):
+    """The models of the others, [N - 1, 7], where worker 0 sends what it likes."""
+    how, params = methods.diloco(num_workers, 3), first(num_workers)
+    extra, done = init_rounds(how, params), threading.Barrier(num_workers)
+    rows = CENTER + np.random.default_rng(0).standard_normal((num_steps, num_workers))
+
+    def work(worker):
+        draw, key = np.random.default_rng(worker), jax.random.key(0)
+        party = party_of(folder, [worker])
+        own = params, OPTIMIZER, key, num_workers, (), [worker], extra
+        state = place(init_state(*own), party.mesh)
+        given = {"patience": LONG, "quorum": quorum}
+        with PeerRounds(LOCAL, how, party, **given) as step:
+            for t in range(num_steps):
+                batch = place(np.float32(rows[t, worker])[None], party.mesh)
+                step._open(state, batch, t)
+                if t == 0 and worker == 0 and attack is not None:
+                    publish = step.links.publish
+
+                    def send(i, peer, channel, arrays, said, publish=publish):
+                        publish(i, peer, channel, attack(arrays, draw), said)
+
+                    step.links.publish = send
+                state, _ = step(state, batch, t)
+            done.wait(LONG)
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
+
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        return np.stack(list(pool.map(work, range(num_workers), timeout=LONG)))[1:]
+
+
+def off(models):
+    """How far the mean model of the others is from what they are to learn."""
+    return float(np.abs(models.mean(0) - CENTER).max())
+
+
+@pytest.mark.slow
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_one_of_eight_that_sends_what_it_likes_does_little(attack, tmp_path):
+    """With a guard or a trimmed mean the others learn as in a run without it."""
+    honest = off(attacked(tmp_path / "honest", None, Quorum(8)))
+    defences = {
+        "refuse": Quorum(8, guard=Guard(3.0)),
+        "clip": Quorum(8, guard=Guard(2.0, "clip")),
+        "trimmed": Quorum(8, trimmed=1),
+    }
+    if attack == "not a number":
+        del defences["trimmed"]  # What is no number has no place in an order.
+    for name, quorum in defences.items():
+        found = off(attacked(tmp_path / name, ATTACKS[attack](), quorum))
+        # The noise of the mean of seven, of data with a deviation of 1.
+        assert found < honest + 1.0, name
+    spoilt = off(attacked(tmp_path / "spoilt", ATTACKS[attack](), Quorum(8)))
+    assert not spoilt < honest + 1.5
 
 
 def test_the_tokens_of_a_batch_are_its_examples():

@@ -1,5 +1,6 @@
 """Runs in rounds that end without late workers: who is slow, dies and comes back."""
 
+import collections
 import dataclasses
 import os
 import re
@@ -22,6 +23,7 @@ from train.config import (
     WorkersConfig,
 )
 from train.launch import are_peers
+from train.replay import replay
 from train.run.used_record import read_used
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
@@ -103,6 +105,48 @@ def test_a_slow_process_takes_fewer_steps_in_as_many_rounds(tmp_path):
         for worker in (1, 2)
     }
     assert weights[2] < 0.75 * weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("delay", ["0", "1", "3"])
+def test_a_run_is_repeated_bit_for_bit(delay, tmp_path):
+    """With a slow process, and one that begins where the others are."""
+    late = ("--straggler.kind", "fixed", "--straggler.who", "2")
+    late += ("--straggler.seconds", "0.12", "--rounds.delay", delay)
+    more = ("--num-steps", "60", "--exchange.patience", "0.1")
+    own = ("--rounds.merge", "shift", "--exchange.quorum", "1")
+    argv = command(tmp_path, 3, *late, *more, *own)
+    with started(sys.executable, *argv) as job:
+        ended(job)
+    found = replay(tmp_path, trust=("tests/line.py",))
+    assert found == {0: 0.0, 1: 0.0, 2: 0.0}
+    skipped = [row for row in read_metrics(tmp_path / "process-2") if "skipped" in row]
+    assert len(skipped) > 3
+
+
+@pytest.mark.slow
+def test_each_batch_is_read_once_though_workers_die_and_come_back(tmp_path):
+    """The sum of what all processes have logged, over shards and batches."""
+    options = ("--num-steps", "400", "--log.every-steps", "1", "--exchange.quorum", "2")
+    with started(sys.executable, *command(tmp_path, 3, *options)) as job:
+        for victim in (0, 1):
+            wait_until(lambda: last_step(tmp_path, 2) > 80 * (1 + victim))  # noqa: B023
+            os.kill(process_id(tmp_path, victim), signal.SIGKILL)
+        output = ended(job)
+    assert output.count("started again") == 2
+    times, known = collections.Counter(), np.zeros(3, int)
+    for number in range(3):
+        for row in read_metrics(tmp_path / f"process-{number}"):
+            for _, shard, first, end in row.get("read", ()):
+                times.update((shard, batch) for batch in range(first, end))
+            known = np.maximum(known, row.get("positions", known))
+    # Not logged is what the two have sent just before they died: a round of each.
+    all_of_them = {(i, batch) for i in range(3) for batch in range(known[i])}
+    assert len(all_of_them - times.keys()) <= 2 * 8
+    twice = sum(count - 1 for count in times.values())
+    assert twice <= 0.05 * len(times)
+    assert sum(known) > 700
 
 
 def as_quorum(**changes):

@@ -18,6 +18,7 @@ from train.cli.command import command
 from train.cli.options import Trust
 from train.cli.read import from_options
 from train.cli.tables import aligned
+from train.run.lives import read_lives
 from train.run.scores import read_trained
 from train.run.used_record import read_used
 from train.store.folder import process_folders
@@ -38,7 +39,8 @@ def replay(
       The greatest difference of a parameter, for each worker.
 
     Raises:
-      ValueError: if the run has rounds or no record, or a process came back in it.
+      ValueError: if the run has rounds without a quorum or no record, or a process came
+        back in it.
     """
     folders = process_folders(run)
     if not folders:
@@ -57,12 +59,19 @@ def replay(
         for one in of_process
         if one.step < step
     ]
+    lives = None
+    if trained.config.is_elastic:
+        lives = [
+            life
+            for folder, step in zip(folders, trained.steps, strict=True)
+            for life in read_lives(folder, step, num_workers // len(folders))
+        ]
     with Progress(transient=True) as progress:
-        count = len({(one.worker, one.step) for one in used})
+        recorded = len({(one.worker, one.step) for one in used})
+        count = recorded if lives is None else sum(len(one.places) for one in lives)
         bar = progress.add_task(f"steps of {num_workers} workers", total=count)
-        states = repeat(
-            trained.config, trained.task, used, lambda *_: progress.advance(bar)
-        )
+        given = trained.config, trained.task, used
+        states = repeat(*given, lambda *_: progress.advance(bar), lives)
     differences = {
         worker: _difference(state.params, trained.worker(worker)[0])
         for worker, state in enumerate(states)

@@ -6,7 +6,7 @@ shard is read, every message says.
 """
 
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,26 +32,25 @@ class Read(NamedTuple):
     end: int
 
 
-def shard_of(worker: int, step: int, living: Collection[int], num_shards: int) -> int:
+def shard_of(worker: int, step: int, num_alive: int, num_shards: int) -> int:
     """Returns the shard that a worker reads.
 
-    If all are alive, each reads its own. Otherwise n workers share N shards: number k
-    of the living has shard `k + step // 64 mod N`, so that each shard is read for n / N
-    of the time.
+    If all are alive, each reads its own. Otherwise worker i has shard `i + step // 64
+    mod N`: n live workers read different shards, and each for n / N of the time.
 
     Args:
       worker: number of the worker.
       step: the step.
-      living: numbers of the live workers, itself included.
+      num_alive: n.
       num_shards: N.
 
     Examples:
       >>> from decentjax.gossip.ledger import shard_of
-      >>> shard_of(2, 128, [0, 1, 2], num_shards=3), shard_of(2, 128, [0, 2], 3)
-      (2, 0)
+      >>> shard_of(2, 128, num_alive=3, num_shards=3), shard_of(2, 128, 2, 3)
+      (2, 1)
     """
-    turn = 0 if len(living) == num_shards else step // TURN_STEPS
-    return (sorted(living).index(worker) + turn) % num_shards
+    turn = 0 if num_alive == num_shards else step // TURN_STEPS
+    return (worker + turn) % num_shards
 
 
 class Ledger:

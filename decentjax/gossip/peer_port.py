@@ -103,6 +103,7 @@ class PeerPort:
         self._number, self._began, self._deadline = -1, 0.0, 0.0
         # Distances to the models mixed last, by worker and leaf group.
         self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
+        self.joined_from: dict[int, int] = {}
         self._read, self._reading = read or (lambda _: None), dict[int, Place]()
         self.ledger: Ledger | None = None
         if elastic is not None:
@@ -204,6 +205,7 @@ class PeerPort:
                 if message is not None and message.said.step > after:
                     if self.ledger is not None:
                         self.ledger.hear(message.said.parts)
+                    self.joined_from[worker] = peer
                     return message
             self.links.bell.wait(heard)
         return None
@@ -270,9 +272,10 @@ class PeerPort:
         if self.ledger is None:
             self._reading = {i: (i, step) for i in self.party.workers}
             return list(self._reading.values())
-        living = self.living() if self._links else range(self.topology.num_workers)
+        count = self.topology.num_workers
+        num_alive = len(self.living()) if self._links else count
         for i in self.party.workers:
-            shard = shard_of(i, step, living, len(self.ledger.positions))
+            shard = shard_of(i, step, num_alive, count)
             self._reading[i] = shard, self.ledger.next_batch(i, shard)
         return [self._reading[i] for i in self.party.workers]
 

@@ -150,19 +150,7 @@ class PeerRounds(PeerStep):
         if step is None:
             return new, None
         self._round_port.forget(step)
-        return self._from_anchor(new), step
-
-    def _from_anchor(self, state: WorkerState) -> WorkerState:
-        """A state that has learned nothing since its last round."""
-        leaves, structure = jax.tree.flatten(state.params)
-        for number, z in state.extra.anchor.items():
-            leaves[number] = jnp.array(z, leaves[number].dtype, copy=True)
-        # What the peer has sent counts as its own.
-        sent = {number: jnp.copy(leaves[number]) for number in state.extra.sent}
-        return state._replace(
-            params=jax.tree.unflatten(structure, leaves),
-            extra=state.extra._replace(sent=sent),
-        )
+        return from_anchor(new), step
 
 
 class _RoundPort(PeerPort):
@@ -316,3 +304,16 @@ class _RoundPort(PeerPort):
 def _of_permutations(name: str, exchanges: Iterable[Exchange]) -> Topology:
     """The exchanges, with messages between all members for a mean of a group."""
     return Topology(name, tuple(map(as_permutations, exchanges)))
+
+
+def from_anchor(state: WorkerState) -> WorkerState:
+    """The state of a worker that has learned nothing since its last round."""
+    leaves, structure = jax.tree.flatten(state.params)
+    for number, z in state.extra.anchor.items():
+        leaves[number] = jnp.array(z, leaves[number].dtype, copy=True)
+    # What the peer has sent counts as its own.
+    sent = {number: jnp.copy(leaves[number]) for number in state.extra.sent}
+    return state._replace(
+        params=jax.tree.unflatten(structure, leaves),
+        extra=state.extra._replace(sent=sent),
+    )

@@ -70,6 +70,11 @@ class PeerStep(Beside):
         return self._peers.places(step)
 
     @property
+    def joined_from(self) -> list[int]:
+        """The peers whose states the workers here have taken last, in `join`."""
+        return [self._peers.joined_from[i] for i in self._peers.party.workers]
+
+    @property
     def positions(self) -> list[int]:
         """With `elastic`, the first batch of each shard that is not known to be read.
 

@@ -268,7 +268,7 @@ class QuorumMeans(Way):
 
     def combine(self, topology: Graph, used: Used, models: Models) -> Rows:
         del topology
-        return mean_of(used, models, self._quorum.trimmed)
+        return weighted_mean(used, models, self._quorum.trimmed)
 
     def _of(
         self, edge: tuple[int, int, int], message: Message, own: Trained
@@ -339,7 +339,7 @@ class QuorumMeans(Way):
         return [x / total for x in given]
 
 
-def mean_of(used: Used, models: Models, trimmed: int = 0) -> Rows:
+def weighted_mean(used: Used, models: Models, trimmed: int = 0) -> Rows:
     """The weighted mean of the models of a record, as its worker has computed it."""
     rows = [models[one.peer, one.step] for one in used.models]
     weights = np.array([one.weight for one in used.models], np.float32)

@@ -9,10 +9,15 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from decentjax.compression import Leaves
 from decentjax.exchange import Topology
 from decentjax.gossip.beside import Beside
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
+from decentjax.gossip.peer_rounds import from_anchor
+from decentjax.gossip.quorum import Quorum, weighted_mean
 from decentjax.gossip.rows import Layout, Rows
 from decentjax.gossip.wagma import group_rounds
 from decentjax.gossip.ways import WAYS, Models, Used
@@ -29,34 +34,45 @@ Observe = Callable[[int, int, WorkerState, Metrics], None]
 """Called with worker, step, the state after it, and metrics; the next step donates all
 of the state except its params."""
 
+Graph = Topology | Butterfly | Rounds
 Offered = dict[tuple[int, int], dict[int, Rows]]
 """Leaf groups of all workers, by worker and step."""
 
 
 def replay(
     adapt: Adapt,
-    graph: Topology | Butterfly,
-    way: str,
+    graph: Graph,
+    way: str | Quorum,
     states: Sequence[WorkerState],
     batches: Batches,
     records: Iterable[Used],
     observe: Observe = lambda *_: None,
+    steps: Sequence[Sequence[int]] | None = None,
+    joins: Mapping[int, int] | None = None,
+    skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
 ) -> list[WorkerState]:
-    """Repeats a run of `Peers` or `Wagma` on one device, one worker after another.
+    """Repeats a run of peers on one device, one worker after another.
 
     Args:
       adapt: as in the run.
-      graph: topology of a run of `Peers`, or groups of one of `Wagma`.
-      way: the way of `Peers`, or the order of `Wagma`.
+      graph: topology of a run of `Peers`, rounds of one of `PeerRounds` with a quorum,
+        or groups of one of `Wagma`.
+      way: the way of `Peers`, the quorum of `PeerRounds`, or the order of `Wagma`.
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: the models that all workers used, for each group of leaves, or once for
         all.
       observe: function called with worker, step, state and metrics of each step; the
         next one donates all of the state except its params.
+      steps: the steps that each worker has taken, in order; by default those that are
+        recorded, which with rounds are only those in which a round begins.
+      joins: by worker, the peer with whose state it has begun, at its first step, as
+        `PeerRounds.join` returns it.
+      skip: function that returns the state with which a worker goes on at a step, where
+        it has left out those before; such as one that moves its learning rate there.
 
     Returns:
-      The state of each worker after its last recorded step.
+      The state of each worker after its last step.
 
     Raises:
       ValueError: if a mixed model is missing from the record.
@@ -85,22 +101,44 @@ def replay(
         of_steps[used.worker, used.step].append(used)
     offered: Offered = {}
     mesh, rounds = worker_mesh(1), _rounds_of(graph, way)
-    steps = [
+    workers = [
         Beside(adapt, rounds, mesh, _Recorded(graph, way, worker, of_steps, offered))
         for worker in range(len(states))
     ]
-    for step in steps:
-        step.share(steps[0])
-    versions = {key: _versions(each) for key, each in of_steps.items()}
+    for one in workers:
+        one.share(workers[0])
+    taken_steps = _steps_of(of_steps) if steps is None else dict(enumerate(steps))
+    # By the step that merges them.
+    later = max(0, rounds.schedule.delay - 1)
+    versions = collections.defaultdict(set)
+    for (worker, step), each in of_steps.items():
+        versions[worker, step + later] |= _versions(each)
     uses = collections.Counter(one for each in versions.values() for one in each)
-    states = list(states)
+    states, joins = list(states), joins or {}
+    # The states that workers join with, once their peers are there.
+    firsts = {(joins[i], taken_steps[i][0]): i for i in joins}
+    joined: dict[int, WorkerState] = {}
+    next_steps: dict[int, int] = {}
+
+    def can_begin(worker: int) -> bool:
+        return worker not in joins or worker in joined
 
     def begin(worker: int, step: int) -> Callable[[], None]:
-        taken = steps[worker].begin(states[worker], batches(worker, step), step)
-        next(taken)  # Its messages are now available to the others.
+        if (guest := firsts.get((worker, step))) is not None:
+            copied = jax.tree.map(jnp.copy, states[worker]._replace(key=()))
+            joined[guest] = copied
+        if worker in joins and step == taken_steps[worker][0]:
+            own = joined[worker]._replace(key=states[worker].key)
+            states[worker] = from_anchor(own)
+        elif step > next_steps.get(worker, step):
+            states[worker] = skip(states[worker], step)
+        next_steps[worker] = step + 1
+        taken = workers[worker].begin(states[worker], batches(worker, step), step)
+        # Its messages are now available to the others; without any it is done.
+        result = next(taken)
 
         def finish() -> None:
-            new = next(taken)
+            new = next(taken) if result is None else result
             assert new is not None
             states[worker], metrics = new
             observe(worker, step, states[worker], metrics)
@@ -111,31 +149,39 @@ def replay(
     def needed(worker: int, step: int) -> list[tuple[int, int]]:
         return [key for key in versions[worker, step] if key not in offered]
 
-    _in_order(of_steps, begin, needed)
+    _in_order(taken_steps, can_begin, begin, needed)
     return states
 
 
+def _steps_of(of_steps: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """The steps of each worker, one after another."""
+    found: dict[int, list[int]] = collections.defaultdict(list)
+    for worker, step in sorted(of_steps):
+        if found[worker] and step != found[worker][-1] + 1:
+            raise ValueError(
+                f"the record of worker {worker} goes from step {found[worker][-1]} to "
+                f"{step}: it rejoined there, with a model that is not recorded"
+            )
+        found[worker].append(step)
+    return found
+
+
 def _in_order(
-    of_steps: Iterable[tuple[int, int]],
+    of_workers: Mapping[int, Iterable[int]],
+    can_begin: Callable[[int], bool],
     begin: Callable[[int, int], Callable[[], None]],
     needed: Callable[[int, int], list[tuple[int, int]]],
 ) -> None:
     """Runs the steps of all workers, each once its inputs are available."""
-    left: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
-    for worker, step in sorted(of_steps):
-        if left[worker] and step != left[worker][-1] + 1:
-            raise ValueError(
-                f"the record of worker {worker} goes from step {left[worker][-1]} to "
-                f"{step}: it rejoined there, with a model that is not recorded"
-            )
-        left[worker].append(step)
+    queues = {worker: collections.deque(own) for worker, own in of_workers.items()}
+    left = {worker: own for worker, own in queues.items() if own}
     begun: dict[int, Callable[[], None]] = {}
     while left:
-        for worker in left.keys() - begun.keys():
+        for worker in filter(can_begin, sorted(left.keys() - begun.keys())):
             begun[worker] = begin(worker, left[worker][0])
         moved = False
         for worker, steps in list(left.items()):
-            if needed(worker, steps[0]):
+            if worker not in begun or needed(worker, steps[0]):
                 continue
             begun.pop(worker)()
             steps.popleft()
@@ -159,7 +205,16 @@ def _drop(keys: Collection[Any], uses: collections.Counter, kept: dict) -> None:
             del kept[key]
 
 
-def _rounds_of(graph: Topology | Butterfly, way: str) -> Rounds:
+def _rounds_of(graph: Graph, way: str | Quorum) -> Rounds:
+    if isinstance(graph, Rounds):
+        if not isinstance(way, Quorum) or graph.compression is not None:
+            raise ValueError(
+                "only rounds with a Quorum, which are not encoded, are repeated, got "
+                f"{way!r}"
+            )
+        return graph
+    if isinstance(way, Quorum):
+        raise ValueError("a quorum is repeated with its Rounds, got a topology")
     if isinstance(graph, Butterfly):
         return group_rounds(graph, way)
     if way not in WAYS:
@@ -176,8 +231,8 @@ class _Recorded:
 
     def __init__(
         self,
-        graph: Topology | Butterfly,
-        way: str,
+        graph: Graph,
+        way: str | Quorum,
         worker: int,
         of_steps: Mapping[tuple[int, int], list[Used]],
         offered: Offered,
@@ -187,7 +242,11 @@ class _Recorded:
         self._worker, self._of_steps, self._offered = worker, of_steps, offered
         if isinstance(graph, Butterfly):
             self._average = functools.partial(_group_mean, graph)
+        elif isinstance(way, Quorum):
+            self._average = functools.partial(weighted_mean, trimmed=way.trimmed)
         else:
+            assert isinstance(way, str)
+            assert isinstance(graph, Topology)
             self._average = functools.partial(WAYS[way].combine, graph)
 
     def open(
@@ -211,7 +270,8 @@ class _Recorded:
         self, group: int, leaves: Leaves, layout: Layout, step: int
     ) -> Leaves:
         each = self._of_steps[self._worker, step]
-        # A simulation records no groups: its entries apply to all of them.
+        # A simulation records no groups: its entries apply to all of them; and a round
+        # is of one fragment.
         used = each[group if len(each) > 1 else 0]
         models = {key: self._offered[key][group] for key in used.versions()}
         rows = self._average(used, models)

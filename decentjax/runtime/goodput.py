@@ -86,7 +86,7 @@ def goodput_of_restarts(
       >>> from decentjax import runtime
       >>> rare = runtime.Failures(seconds_between=1e6, seconds_back=300)
       >>> round(runtime.goodput_of_restarts(100, rare, save_every=600), 2)
-      0.94
+      0.95
     """
     check_positive(save_every=save_every, num_seconds=num_seconds)
     speed = min(_speeds(num_workers, speeds))
@@ -187,7 +187,7 @@ def goodput_of_quorum(
       >>> rare = runtime.Failures(seconds_between=1e5, seconds_back=300)
       >>> rounds = {"step_seconds": 1.0, "round_steps": 50, "count": 60}
       >>> round(runtime.goodput_of_quorum(100, rare, **rounds), 3)
-      0.996
+      0.997
     """
     check_positive(
         step_seconds=step_seconds, round_steps=round_steps, num_seconds=num_seconds
@@ -220,7 +220,7 @@ def goodput_of_quorum(
         waited = is_there & (contributed >= round_steps)
         since[waited] = end
         now = end
-    return steps * step_seconds / (num_workers * now)
+    return float(steps * step_seconds / (num_workers * now))
 
 
 def _speeds(num_workers: int, speeds: Sequence[float] | None) -> list[float]:

@@ -263,7 +263,7 @@ class Joiner(NamedTuple):
         others = STATE_SECONDS, begin.step, alone
         with phases.phase(phases.WAITING):
             state, step = self.peers.join(begin.state, batch, *others)
-        whose = "a peer's model"
+        whose, is_a_peers = "a peer's model", step is not None
         if step is None:
             # Else a process absent at the end would keep a model that was never mixed.
             whose = "the model that a peer has saved"
@@ -276,15 +276,16 @@ class Joiner(NamedTuple):
         step = min(step, self.last)
         moved = distance(state.params, begin.state.params)
         log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
-        log.note(step, joined_after=begin.step, moved=moved)
+        facts: dict[str, Any] = {}
+        if is_a_peers and isinstance(self.peers, gossip.Peers | gossip.PeerRounds):
+            facts["joined_from"] = self.peers.joined_from
+        log.note(step, joined_after=begin.step, moved=moved, **facts)
         return self._at(begin._replace(state=state), step)
 
     def _at(self, begin: Begin, step: int) -> Begin:
         """A state and its batches at another step."""
         self.batches.set_step(step)
-        opt_state = _at_step(begin.state.opt_state, step)
-        state = begin.state._replace(opt_state=opt_state)
-        return begin._replace(step=step, state=state)
+        return begin._replace(step=step, state=at_step(begin.state, step))
 
     def admit(self, stop: Stop, begin: Begin) -> Begin:
         """Returns where an elastic process continues before a step: mostly where it is.
@@ -305,7 +306,9 @@ class Joiner(NamedTuple):
             return self.join(begin)
         if isinstance(peers, gossip.PeerRounds):
             due = min(peers.due(begin.step), self.last)
-            return begin if due == begin.step else self._at(begin, due)
+            if due > begin.step:
+                log.note(begin.step, skipped=due - begin.step)
+                return self._at(begin, due)
         return begin
 
 
@@ -369,8 +372,8 @@ def keeper(config: Config, folder: Path) -> Callable[[], None]:
     return keep
 
 
-def _at_step(opt_state: Any, step: int) -> Any:
-    """The optimizer's state with the schedule, and the count of steps, at a step."""
+def at_step(state: WorkerState, step: int) -> WorkerState:
+    """The state with the schedule of its rate, and the count of steps, at a step."""
     counting = optax.ScaleByScheduleState | WatchState
 
     def moved(x: Any) -> Any:
@@ -380,4 +383,7 @@ def _at_step(opt_state: Any, step: int) -> Any:
         count = np.full(x.count.shape, step, x.count.dtype)
         return x._replace(count=jax.device_put(count, x.count.sharding))
 
-    return jax.tree.map(moved, opt_state, is_leaf=lambda x: isinstance(x, counting))
+    new = jax.tree.map(
+        moved, state.opt_state, is_leaf=lambda x: isinstance(x, counting)
+    )
+    return state._replace(opt_state=new)

@@ -42,7 +42,8 @@ class Watch:
         self._alive: set[int] | None = None
         self._refused: set[str] = set()
         self._left_out: set[tuple[int, str]] = set()
-        self._reads: list[list[int]] = []  # Shard, first batch and the one after.
+        # Worker, shard, first batch and the one after the last.
+        self._reads: list[list[int]] = []
 
     @property
     def first_worker(self) -> int:
@@ -84,11 +85,14 @@ class Watch:
 
     def read(self, one: gossip.Read) -> None:
         """Records what a worker has trained on and sent."""
-        for read in self._reads:
-            if (read[0], read[2]) == (one.shard, one.first):
-                read[2] = one.end
-                return
-        self._reads.append([one.shard, one.first, one.end])
+        own = [one.worker, one.shard]
+        if self._reads and self._reads[-1][:2] + self._reads[-1][3:] == [
+            *own,
+            one.first,
+        ]:
+            self._reads[-1][3] = one.end
+        else:
+            self._reads.append([*own, one.first, one.end])
 
     def values(self) -> dict[str, float]:
         """Returns values for a row of the log, of the steps since the last."""

@@ -39,11 +39,13 @@ FORMS: dict[str, Any] = {
     "init_step": int,
     "quarantine": str,
     "joined_after": int,
+    "joined_from": list[int],
     "moved": float | None,
     "alive": list[int],
     "mean_moved": float | None,
     "positions": list[int],
     "read": list[list[int]],
+    "skipped": int,
 }
 PER_SECOND = "_per_second"
 Row = TypeVar("Row")

@@ -15,12 +15,13 @@ import numpy as np
 
 from decentjax import WorkerState, gossip
 from decentjax.loss import Metrics
-from train.config import Config, GroupExchange, PeerExchange
+from train.config import Config, GroupExchange, PeerExchange, QuorumExchange
 from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.finite import check_gradients
+from train.run.lives import Life
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.peer_run import wagma_groups
+from train.run.peer_run import at_step, wagma_groups
 from train.study.clock import Clock
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.study.programs import build_scores, far_apart, judge
@@ -32,6 +33,7 @@ def repeat(
     task: Task,
     records: Sequence[gossip.Used],
     observe: Callable[[int, int, WorkerState, Metrics], None],
+    lives: Sequence[Life] | None = None,
 ) -> list[WorkerState]:
     """Returns the state of each worker, stacked, [1, ...], after its last record.
 
@@ -41,14 +43,20 @@ def repeat(
       records: what each worker has mixed at each step.
       observe: function that is called with worker, step, state and metrics of each
         step; the next one donates all of the state but its params.
+      lives: what each worker has read; by default batch t of its own at step t.
 
     Raises:
-      ValueError: if the record is not whole, or of rounds or an elastic run.
+      ValueError: if the record is not whole, or of rounds without a quorum or an
+        elastic run without rounds.
     """
     method = build_method(config, task)
-    if method.rounds is not None:
-        raise ValueError("only exchanges in each step are repeated, and no rounds")
-    if config.is_elastic:
+    has_quorum = isinstance(config.exchange, QuorumExchange)
+    if method.rounds is not None and not has_quorum:
+        raise ValueError(
+            "rounds are repeated where they end with a quorum: those of all workers "
+            "have the numbers of exchange = auto"
+        )
+    if config.is_elastic and not has_quorum:
         raise ValueError(
             "an elastic run is not repeated: its records do not say who lived when"
         )
@@ -59,18 +67,27 @@ def repeat(
     rows = [build_steps(config, task, [worker]) for worker in workers]
 
     def batches(worker: int, step: int) -> object:
-        batch = rows[worker][step]
+        shard, at = (worker, step) if lives is None else lives[worker].places[step]
+        batch = rows[shard][at]
         assert batch is not None
         return batch.arrays
 
+    steps, joins = None, {}
+    if lives is not None:
+        steps = [list(life.places) for life in lives]
+        joins = {i: one.peer for i, one in enumerate(lives) if one.peer is not None}
     match config.exchange:
+        case QuorumExchange() as exchange:
+            graph, way = method.rounds, exchange.merge(len(workers))
+            assert graph is not None
         case GroupExchange():
             graph, way = wagma_groups(config), "awc" if method.is_early else "atc"
         case PeerExchange(way=way):
             graph = method.graph
         case _:
             raise ValueError("only runs of peers are repeated")
-    return gossip.replay(local, graph, way, start, batches, records, observe)
+    how = records, observe, steps, joins, at_step
+    return gossip.replay(local, graph, way, start, batches, *how)
 
 
 def train_by_clock(

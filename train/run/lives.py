@@ -1,0 +1,68 @@
+"""What the workers of an elastic run have read at which step, from their log."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from train.store.log import read_metrics
+
+
+class Life(NamedTuple):
+    """The steps of a worker.
+
+    Args:
+      places: by step, in order, the shard and the batch that it has read.
+      peer: worker whose model it has begun with; None for the first of all.
+    """
+
+    places: Mapping[int, tuple[int, int]]
+    peer: int | None = None
+
+
+def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[Life]:
+    """Returns what each worker of a process has done.
+
+    Args:
+      folder: folder of the process.
+      num_steps: step of its checkpoint.
+      num_workers: number of its workers.
+
+    Raises:
+      ValueError: if it came back, with a model that is not recorded, or nothing is.
+    """
+    rows = read_metrics(folder)
+    joins = [row for row in rows if "joined_after" in row]
+    back = [row["step"] for row in joins if row["joined_after"] > 0]
+    if back or len(joins) > 1:
+        raise ValueError(
+            f"{folder} came back at step {[*back, joins[-1]['step']][0]}: only runs in "
+            "which no process comes back are repeated"
+        )
+    skipped = {row["step"]: row["skipped"] for row in rows if "skipped" in row}
+    steps, step = [], joins[0]["step"] if joins else 0
+    while step < num_steps:
+        step += skipped.get(step, 0)
+        steps.append(step)
+        step += 1
+    read: dict[int, list[tuple[int, int]]] = {}
+    for row in rows:
+        for worker, shard, first, end in row.get("read", ()):
+            places = read.setdefault(worker, [])
+            places += [(shard, batch) for batch in range(first, end)]
+    if len(read) != num_workers:
+        raise ValueError(f"{folder} has no record of what its workers have read")
+    peers = joins[0].get("joined_from", [None]) if joins else [None] * num_workers
+    return [
+        Life(_filled(steps, read[worker]), peer)
+        for worker, peer in zip(sorted(read), peers, strict=True)
+    ]
+
+
+def _filled(
+    steps: list[int], places: list[tuple[int, int]]
+) -> dict[int, tuple[int, int]]:
+    """What was read at each step; what was not sent is of the shard read last."""
+    shard, batch = places[-1]
+    rest = len(steps) - len(places)
+    more = [(shard, batch + 1 + i) for i in range(rest)]
+    return dict(zip(steps, [*places, *more], strict=False))
