@@ -29,6 +29,7 @@ from decentjax.gossip import (
     count_examples,
 )
 from decentjax.gossip.patience import Waits
+from decentjax.gossip.peer_rounds import from_anchor
 from decentjax.gossip.quorum import QuorumMeans, weighted_mean
 from decentjax.links import Links, Piece, Said
 from decentjax.rounds import Rounds, init_rounds
@@ -79,7 +80,7 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
         methods.diloco(3, 2),
         methods.diloco(5, 3),
         Rounds(every(topology.complete(3), 3, delay=2)),
-        Rounds(every(topology.ring(4), 2, delay=1)),
+        Rounds(every(topology.damped(topology.ring(4), 0.5), 2, delay=1)),
         Rounds(in_fragments(topology.complete(3), 4, PARTS, 3), optax.sgd(0.7, 0.9)),
     ],
     ids=["one", "two", "diloco", "five", "late", "ring", "fragments"],
@@ -211,6 +212,42 @@ def test_who_has_trained_nothing_weighs_nothing(three):
     used, found = one.take(0, 0, rows[0], 1, 0.0)
     (mean,) = one.combine(None, used, found)
     assert mean.tolist() == [[0.0, 0.0]]
+
+
+def test_a_process_that_starts_again_counts_from_zero(three, monkeypatch):
+    """Its numbers are lower than those merged of its last life."""
+    one, other = means(three, 0, Quorum()), means(three, 1, Quorum())
+    row, came = three.row(0, [0, 0]), three.row(1, [1, 0])
+    for step, trained in ((0, 50), (1, 5)):
+        if step == 1:
+            other = means(three, 1, Quorum())
+            monkeypatch.setattr(three.links[0]._peers[1], "life", 7)
+        one.count(0, 5)
+        other.count(1, trained)
+        one.send(0, 0, row, step)
+        other.send(1, 0, came, step)
+        arrives(three, 0, {1}, step)
+        used, _ = one.take(0, 0, row, step, 0.0)
+    weights = [taken.weight for taken in used.models]
+    np.testing.assert_allclose(weights, [0.5, 0.5], rtol=1e-6)
+
+
+def test_who_joins_begins_from_its_anchor():
+    """What the peer has learned since counts as the peer's, sent or not."""
+    how = Rounds(every(topology.complete(2), 4, delay=3), optax.sgd(0.7, 0.9))
+    params = first(2)
+    state = init_state(
+        jax.tree.map(lambda x: x + 1, params),
+        OPTIMIZER,
+        jax.random.key(0),
+        2,
+        extra=init_rounds(how, params),
+    )
+    found = from_anchor(state)
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(found.params[name][0], leaf)
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        np.testing.assert_array_equal(found.extra.sent[number][0], leaf)
 
 
 def test_of_a_peer_that_is_ahead_the_round_itself_counts_first(three):
@@ -499,6 +536,9 @@ def test_a_patience_adapts_to_when_models_come():
     assert max(waits_of(lambda _: [0.4, 0.4])) == 0
     # What is there before costs nothing.
     assert max(waits_of(lambda _: [0.0, 0.0])) == 0
+    # They come sooner after a while: what it measures now and then, it notices.
+    sooner = waits_of(lambda step: [0.4 if step < 40 else 0.03], count=400)
+    assert sooner[0] == 0 < 0.02 < sooner[-1]
     bounded = waits_of(lambda _: [0.03], AutoPatience(longest=0.02))
     assert max(bounded, default=0) <= 0.02
 

@@ -267,7 +267,7 @@ class PeerPort:
         del number
         return self._way.enough(num_peers)
 
-    def places(self, step: int) -> list[Place]:
+    def next_reads(self, step: int) -> list[Place]:
         """The batches that the workers of this process read in a step."""
         if self.ledger is None:
             self._reading = {i: (i, step) for i in self.party.workers}
@@ -280,7 +280,7 @@ class PeerPort:
         return [self._reading[i] for i in self.party.workers]
 
     def trained(self) -> None:
-        """Counts the batches that `places` has returned last as trained on."""
+        """Counts the batches that `next_reads` has returned last as trained on."""
         if self.ledger is not None:
             for worker, place in self._reading.items():
                 self.ledger.add(worker, *place)

@@ -57,7 +57,7 @@ class PeerStep(Beside):
         self._peers.show(state, step)
         return super().__call__(state, batch, step)
 
-    def places(self, step: int) -> list[tuple[int, int]]:
+    def next_reads(self, step: int) -> list[tuple[int, int]]:
         """Returns the shard and the batch that each worker here reads in a step.
 
         With `elastic`: if all workers are alive, worker i reads shard i; otherwise the
@@ -67,7 +67,7 @@ class PeerStep(Beside):
         read twice: those of workers that disagree for a moment on who is alive.
         Otherwise worker i reads batch `step` of shard i.
         """
-        return self._peers.places(step)
+        return self._peers.next_reads(step)
 
     @property
     def joined_from(self) -> list[int]:

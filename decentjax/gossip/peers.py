@@ -42,7 +42,7 @@ class Peers(PeerStep):
       record: as in `Background`, for "compute" and "wait".
       used: function called with the models that each worker has mixed.
       read: function called with the batches that each worker has trained on, where
-        these are those of `places`.
+        these are those of `next_reads`.
       elastic: how to continue when workers join and leave, for "arrived": a step's
         exchange is then that of `elastic.graph` over the live workers, and `topology`,
         that of all workers, gives their largest number.

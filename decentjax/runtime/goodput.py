@@ -90,24 +90,14 @@ def goodput_of_restarts(
     """
     check_positive(save_every=save_every, num_seconds=num_seconds)
     speed = min(_speeds(num_workers, speeds))
-    # Time in which it trains, and of that what is saved.
-    saved, trained, now = 0.0, 0.0, 0.0
-
-    def train(until: float) -> None:
-        nonlocal saved, trained, now
-        cycle = save_every + save_seconds
-        count = max(0.0, until - now) // cycle
-        rest = max(0.0, until - now) - count * cycle
-        if count:
-            saved = trained = saved + count * save_every
-        trained += min(rest, save_every)
-        now = max(now, until)
-
-    for time, _ in failures.times(num_workers, num_seconds, seed):
-        train(time)
-        trained = saved
-        now = time + failures.seconds_back
-    train(num_seconds)
+    saved, now, cycle = 0.0, 0.0, save_every + save_seconds
+    ends = [time for time, _ in failures.times(num_workers, num_seconds, seed)]
+    for end in ends:
+        # While it starts again, it trains nothing.
+        saved += max(0.0, end - now) // cycle * save_every
+        now = end + failures.seconds_back
+    count, rest = divmod(max(0.0, num_seconds - now), cycle)
+    trained = saved + count * save_every + min(rest, save_every)
     return speed * trained / num_seconds
 
 

@@ -184,7 +184,7 @@ def _build_feed(
         def of_shard(shard: int) -> grain.MapDataset[Batch]:
             return build_steps(config, setup.task, [shard])
 
-        batches = ShardFeed(of_shard, num_processes, train_step.places)
+        batches = ShardFeed(of_shard, num_processes, train_step.next_reads)
     batches.set_step(step)
     return batches
 
