@@ -28,6 +28,10 @@ BENCHES = {
     "codec": ("codecs", "how fast messages are encoded, beside a copy"),
     "data": ("input", "reading batches, beside training with them"),
     "work": ("work", "how uneven the steps of workers are, each alone"),
+    "goodput": (
+        "goodput",
+        "what counts of the work of workers that are killed, by method",
+    ),
     "uneven": ("uneven", "whole runs of uneven work on an emulated cluster, by time"),
 }
 USAGE = """usage: decentjax bench {names} [--option value ...]
