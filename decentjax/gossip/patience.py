@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable
 
 MEASURED_FIRST, MEASURED_EVERY = 4, 16  # Exchanges that wait as long as they may.
+FIRST_SECONDS = 1.0  # While no time between exchanges is known.
 KEPT = 64  # Measured arrivals.
 SPREADS = 3.0
 NORMAL = 1.4826  # Standard deviation of a normal distribution, over its spread.
@@ -74,6 +75,11 @@ class Waits:
         self._arrivals: collections.deque[float] = collections.deque(maxlen=KEPT)
 
     @property
+    def first(self) -> float:
+        """How long the start and the first exchange wait, in seconds."""
+        return self.longest if self.auto is None else min(self.longest, FIRST_SECONDS)
+
+    @property
     def measures(self) -> bool:
         """Whether this exchange waits as long as it may, to measure arrivals."""
         first = self._count <= MEASURED_FIRST
@@ -92,7 +98,7 @@ class Waits:
             self._periods.append(now - self._began)
         self._began = now
         if not self._periods:
-            return self.longest
+            return self.first
         bound = self.auto.share * statistics.median(self._periods)
         bound = min(bound, self.longest)
         return bound if self.measures else min(bound, _typical(self._arrivals))

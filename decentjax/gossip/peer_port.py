@@ -162,7 +162,7 @@ class PeerPort:
             first_model=first_model(first, step),
         )
         self._way = self._build_way()
-        self._links.meet(self.sources, time.monotonic() + self.waits.longest)
+        self._links.meet(self.sources, time.monotonic() + self.waits.first)
 
     def show(self, state: WorkerState, step: int) -> None:
         """Sets the step that this process reports, and sends the state to guests."""

@@ -128,7 +128,7 @@ class PeerRounds(PeerStep):
 
         Where a quorum has already sent the next round, this worker is behind, and
         continues at the next step in which a round begins or ends: its contribution has
-        fewer steps, and weighs less. The batches of the steps in between are left out.
+        fewer steps, and weighs less.
 
         Args:
           step: the step about to run.
@@ -234,15 +234,12 @@ class _RoundPort(PeerPort):
         assert self._quorum is not None
         assert one is not None
         group = self._schedule.fragments.index(one.leaves)
-        enough = max(1, self._quorum.count - 1)
-        return all(
-            sum(
-                self.links.has_sent(worker, peer, group, number)
-                for peer, _ in senders(self.graph[number], worker)
-            )
-            >= enough
-            for worker in self.party.workers
-        )
+        for worker in self.party.workers:
+            peers = [peer for peer, _ in senders(self.graph[number], worker)]
+            sent = [self.links.has_sent(worker, x, group, number) for x in peers]
+            if sum(sent) < max(1, min(self._quorum.count - 1, len(peers))):
+                return False
+        return True
 
     def close(self, seconds: float) -> None:
         """Closes the links, once the peers have taken their messages."""

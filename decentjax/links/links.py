@@ -296,7 +296,8 @@ class Links:
                     found[peer] = time.monotonic()
                 elif not self._peers[peer].is_out:
                     left.append(peer)
-            if len(found) >= enough or len(found) + len(left) < enough:
+            alive = sum(self._peers[peer].is_known for peer in left)
+            if len(found) >= enough or len(found) + alive < enough:
                 end = min(end, time.monotonic() + seconds)
             if not left or time.monotonic() >= end:
                 return found
