@@ -29,7 +29,7 @@ BENCHES = {
     "data": ("input", "reading batches, beside training with them"),
     "work": ("work", "how uneven the steps of workers are, each alone"),
     "goodput": (
-        "goodput",
+        "kills",
         "what counts of the work of workers that are killed, by method",
     ),
     "uneven": ("uneven", "whole runs of uneven work on an emulated cluster, by time"),

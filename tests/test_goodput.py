@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from decentjax.runtime import (
-    Failures,
+    WorkerFailures,
     goodput_of_elastic,
     goodput_of_quorum,
     goodput_of_restarts,
 )
 
-NEVER = Failures(seconds_between=math.inf, seconds_back=1.0)
+NEVER = WorkerFailures(seconds_between=math.inf, seconds_back=1.0)
 ROUNDS = {"step_seconds": 1.0, "round_steps": 20}
 
 
@@ -48,7 +48,7 @@ def test_restarts_are_as_young_and_daly_say(num_workers):
         [
             goodput_of_restarts(
                 num_workers,
-                Failures(seconds_between=between, seconds_back=back),
+                WorkerFailures(seconds_between=between, seconds_back=back),
                 save_every=every,
                 num_seconds=1e6,
                 seed=seed,
@@ -65,14 +65,14 @@ def test_restarts_are_as_young_and_daly_say(num_workers):
 
 
 def test_the_elastic_lose_only_who_is_away():
-    failures = Failures(seconds_between=2000.0, seconds_back=200.0)
+    failures = WorkerFailures(seconds_between=2000.0, seconds_back=200.0)
     found = goodput_of_elastic(64, failures, step_seconds=1.0, num_seconds=1e5)
     assert found == pytest.approx(2000 / 2200, abs=0.005)
 
 
 @pytest.mark.parametrize("round_steps", [10, 100])
 def test_a_round_loses_half_of_itself_with_each_failure(round_steps):
-    failures = Failures(seconds_between=5000.0, seconds_back=100.0)
+    failures = WorkerFailures(seconds_between=5000.0, seconds_back=100.0)
     rounds = {"step_seconds": 1.0, "round_steps": round_steps, "count": 32}
     found = goodput_of_quorum(64, failures, **rounds, num_seconds=1e5)
     lost = 100 + round_steps / 2
@@ -90,7 +90,7 @@ def test_a_patience_that_nobody_uses_costs_the_others():
 
 
 def test_with_fewer_than_a_quorum_all_wait():
-    failures = Failures(seconds_between=300.0, seconds_back=300.0)
+    failures = WorkerFailures(seconds_between=300.0, seconds_back=300.0)
     rounds = {**ROUNDS, "num_seconds": 2e4}
     some = goodput_of_quorum(4, failures, **rounds, count=1)
     all_of_them = goodput_of_quorum(4, failures, **rounds, count=4)
@@ -100,8 +100,14 @@ def test_with_fewer_than_a_quorum_all_wait():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Failures(seconds_between=0, seconds_back=1), "need positive times"),
-        (lambda: Failures(seconds_between=1, seconds_back=0), "need positive times"),
+        (
+            lambda: WorkerFailures(seconds_between=0, seconds_back=1),
+            "need positive times",
+        ),
+        (
+            lambda: WorkerFailures(seconds_between=1, seconds_back=0),
+            "need positive times",
+        ),
         (
             lambda: goodput_of_quorum(3, NEVER, count=4, **ROUNDS),
             "count must be from 1 to 3, got 4",

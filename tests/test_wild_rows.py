@@ -105,7 +105,7 @@ def test_wild_facts_get_a_sentence(facts, words, tmp_path):
 
 @pytest.mark.parametrize("cells", ["0,0,0,1,x,0", "0,,0,1,1,0", f"0,0,0,{10**30},0,0"])
 def test_a_wild_row_of_a_record_is_left_out(cells, tmp_path, capfd):
-    text = f"{HEAD}{cells}\n1,0,0,,,\n"
+    text = f"{HEAD}{cells},\n1,0,0,,,,\n"
     (tmp_path / "used.csv").write_text(text)
     assert [one.step for one in read_used(tmp_path)] == [1]
     assert "used.csv: left out 1 broken row" in capfd.readouterr().err

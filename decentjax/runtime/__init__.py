@@ -11,7 +11,7 @@ from decentjax.runtime.compute_times import (
     trace,
 )
 from decentjax.runtime.goodput import (
-    Failures,
+    WorkerFailures,
     goodput_of_elastic,
     goodput_of_quorum,
     goodput_of_restarts,
@@ -38,11 +38,11 @@ from decentjax.runtime.schemes import (
 __all__ = [
     "Cluster",
     "Compute",
-    "Failures",
     "Job",
     "Mixed",
     "Ratios",
     "Times",
+    "WorkerFailures",
     "all_reduce",
     "all_reduce_seconds",
     "all_reduce_without_stragglers",

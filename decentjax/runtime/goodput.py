@@ -15,7 +15,7 @@ from decentjax.runtime.cluster import check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failures:
+class WorkerFailures:
     """How workers fail: each at random, at any time alike.
 
     Args:
@@ -27,7 +27,8 @@ class Failures:
 
     Examples:
       >>> from decentjax import runtime
-      >>> per_node = runtime.Failures(seconds_between=30 * 24 * 3600, seconds_back=300)
+      >>> month = 30 * 24 * 3600.0
+      >>> rare = runtime.WorkerFailures(seconds_between=month, seconds_back=300)
     """
 
     seconds_between: float
@@ -57,7 +58,7 @@ class Failures:
 
 def goodput_of_restarts(
     num_workers: int,
-    failures: Failures,
+    failures: WorkerFailures,
     *,
     save_every: float,
     save_seconds: float = 0.0,
@@ -84,7 +85,7 @@ def goodput_of_restarts(
 
     Examples:
       >>> from decentjax import runtime
-      >>> rare = runtime.Failures(seconds_between=1e6, seconds_back=300)
+      >>> rare = runtime.WorkerFailures(seconds_between=1e6, seconds_back=300)
       >>> round(runtime.goodput_of_restarts(100, rare, save_every=600), 2)
       0.95
     """
@@ -103,7 +104,7 @@ def goodput_of_restarts(
 
 def goodput_of_elastic(
     num_workers: int,
-    failures: Failures,
+    failures: WorkerFailures,
     *,
     step_seconds: float,
     num_seconds: float = 1e6,
@@ -127,7 +128,7 @@ def goodput_of_elastic(
 
     Examples:
       >>> from decentjax import runtime
-      >>> rare = runtime.Failures(seconds_between=1e5, seconds_back=300)
+      >>> rare = runtime.WorkerFailures(seconds_between=1e5, seconds_back=300)
       >>> round(runtime.goodput_of_elastic(100, rare, step_seconds=1.0), 3)
       0.997
     """
@@ -141,7 +142,7 @@ def goodput_of_elastic(
 
 def goodput_of_quorum(
     num_workers: int,
-    failures: Failures,
+    failures: WorkerFailures,
     *,
     step_seconds: float,
     round_steps: int,
@@ -174,7 +175,7 @@ def goodput_of_quorum(
 
     Examples:
       >>> from decentjax import runtime
-      >>> rare = runtime.Failures(seconds_between=1e5, seconds_back=300)
+      >>> rare = runtime.WorkerFailures(seconds_between=1e5, seconds_back=300)
       >>> rounds = {"step_seconds": 1.0, "round_steps": 50, "count": 60}
       >>> round(runtime.goodput_of_quorum(100, rare, **rounds), 3)
       0.997

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from train.store.log import read_metrics
 
 
-class Life(NamedTuple):
+class WorkerLife(NamedTuple):
     """The steps of a worker.
 
     Args:
@@ -19,7 +19,7 @@ class Life(NamedTuple):
     peer: int | None = None
 
 
-def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[Life]:
+def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[WorkerLife]:
     """Returns what each worker of a process has done.
 
     Args:
@@ -53,7 +53,7 @@ def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[Life]:
         raise ValueError(f"{folder} has no record of what its workers have read")
     peers = joins[0].get("joined_from", [None]) if joins else [None] * num_workers
     return [
-        Life(_filled(steps, read[worker]), peer)
+        WorkerLife(_filled(steps, read[worker]), peer)
         for worker, peer in zip(sorted(read), peers, strict=True)
     ]
 

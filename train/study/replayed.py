@@ -18,7 +18,7 @@ from decentjax.loss import Metrics
 from train.config import Config, GroupExchange, PeerExchange, QuorumExchange
 from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.finite import check_gradients
-from train.run.lives import Life
+from train.run.lives import WorkerLife
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.run.peer_run import at_step, wagma_groups
@@ -33,7 +33,7 @@ def repeat(
     task: Task,
     records: Sequence[gossip.Used],
     observe: Callable[[int, int, WorkerState, Metrics], None],
-    lives: Sequence[Life] | None = None,
+    lives: Sequence[WorkerLife] | None = None,
 ) -> list[WorkerState]:
     """Returns the state of each worker, stacked, [1, ...], after its last record.
 

@@ -99,7 +99,7 @@ class GoodputBench:
         check_at_least(self, pace=0, round_steps=1, save_every=1)
 
 
-class Measured(NamedTuple):
+class GoodputRun(NamedTuple):
     """What a run has done.
 
     Args:
@@ -132,7 +132,7 @@ def _bench(bench: GoodputBench, nodes: Nodes) -> int:
     bench.out.mkdir(parents=True)
     path = bench.out / "paced.py"
     path.write_text(PACED.format(config=str(bench.config)))
-    found: dict[str, tuple[Measured, Measured]] = {}
+    found: dict[str, tuple[GoodputRun, GoodputRun]] = {}
     for name, options in METHODS.items():
         calm, killed = (
             _measure(bench, nodes, name, options, kills) for kills in (False, True)
@@ -199,7 +199,7 @@ def _signal(process: subprocess.Popen, number: int) -> None:
 
 def _measure(
     bench: GoodputBench, nodes: Nodes, name: str, options: Sequence[str], kills: bool
-) -> Measured:
+) -> GoodputRun:
     """Runs a method, with or without failures."""
     are_peers = "--exchange" in options
     folder = bench.out / f"{name.split(',')[0].replace(' ', '-')}-{int(kills)}"
@@ -255,7 +255,7 @@ def _watch(
     folder: Path,
     are_peers: bool,
     chance: random.Random | None,
-) -> Measured:
+) -> GoodputRun:
     """Kills workers, and records losses, for the time of a run."""
     count, began = bench.processes, time.monotonic()
     first = _used(folder, count, are_peers)
@@ -283,7 +283,7 @@ def _watch(
     used = _used(folder, count, are_peers) - first
     back = float(np.median(backs)) if backs else math.nan
     per_second = used / (time.monotonic() - began)
-    return Measured(per_second, times, losses, kills, back)
+    return GoodputRun(per_second, times, losses, kills, back)
 
 
 def _folders(folder: Path, count: int, are_peers: bool) -> list[Path]:
@@ -321,7 +321,7 @@ def _loss(folder: Path, count: int, are_peers: bool) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def smoothed(one: Measured) -> np.ndarray:
+def smoothed(one: GoodputRun) -> np.ndarray:
     """The losses of a run, each the mean of the seconds before."""
     times, losses = np.array(one.times), np.array(one.losses)
     return np.array(
@@ -329,7 +329,7 @@ def smoothed(one: Measured) -> np.ndarray:
     )
 
 
-def time_to_loss(calm: Measured, killed: Measured) -> float:
+def time_to_loss(calm: GoodputRun, killed: GoodputRun) -> float:
     """The time to a loss of the run without failures, over the time that it took."""
     at = REACHED * calm.times[-1]
     wanted = smoothed(calm)[np.searchsorted(calm.times, at)]
@@ -338,7 +338,7 @@ def time_to_loss(calm: Measured, killed: Measured) -> float:
     return killed.times[reached[0]] / at if reached.size else math.inf
 
 
-def table(bench: GoodputBench, found: dict[str, tuple[Measured, Measured]]) -> str:
+def table(bench: GoodputBench, found: dict[str, tuple[GoodputRun, GoodputRun]]) -> str:
     """What was measured, and simulated with the times that were."""
     lines = []
     for name, (calm, killed) in found.items():
@@ -361,12 +361,14 @@ def table(bench: GoodputBench, found: dict[str, tuple[Measured, Measured]]) -> s
     return markdown(names, lines)
 
 
-def simulate(bench: GoodputBench, name: str, calm: Measured, killed: Measured) -> float:
+def simulate(
+    bench: GoodputBench, name: str, calm: GoodputRun, killed: GoodputRun
+) -> float:
     """The goodput that the simulator gives for the times of a run."""
     count, back = bench.processes, killed.back
     if math.isnan(back):
         back = 1.0
-    failures = runtime.Failures(
+    failures = runtime.WorkerFailures(
         seconds_between=count * bench.kill_every, seconds_back=back
     )
     step = count / calm.per_second
@@ -383,7 +385,7 @@ def simulate(bench: GoodputBench, name: str, calm: Measured, killed: Measured) -
     )
 
 
-def draw(found: dict[str, tuple[Measured, Measured]]) -> Figure:
+def draw(found: dict[str, tuple[GoodputRun, GoodputRun]]) -> Figure:
     """Losses by time, undisturbed and with failures."""
     figure, row = grid(1, len(found), 4 * len(found), 3)
     for axes, (name, pair) in zip(np.ravel(row), found.items(), strict=True):
