@@ -101,7 +101,7 @@ class Quorum:
       discount: gamma, in (0, 1].
       guard: which contributions it does not trust; None trusts all.
       trimmed: number of largest and of smallest values that are left out of the mean of
-        each parameter.
+        each parameter, of a round with more contributions than those.
 
     Raises:
       ValueError: if a number is out of range.
@@ -179,8 +179,7 @@ class Contribution(NamedTuple):
     """A model of a round, and what it is worth before the exchange's weight."""
 
     worker: int
-    step: int
-    trained: Trained
+    said: Said
     weight: float
     age: int
     rows: Rows
@@ -211,7 +210,7 @@ class QuorumMeans(Way):
         self._quorum, self._schedule = quorum, schedule
         self._trained: dict[int, Trained] = collections.defaultdict(Trained)
         # By worker, group and round: what its contribution says.
-        self._sent: dict[tuple[int, int, int], Trained] = {}
+        self._sent: dict[tuple[int, int, int], Said] = {}
         self._base: dict[tuple[int, int], int] = {}
         # Of each edge: the life of the peer's process, and what was merged of it.
         self._merged: dict[tuple[int, int, int], tuple[int, Trained]] = {}
@@ -223,9 +222,10 @@ class QuorumMeans(Way):
 
     def forget(self, worker: int) -> None:
         """A worker begins from a peer's anchor: what it has not sent yet is gone."""
-        merged = [last for (i, j, _), (_, last) in self._merged.items() if i == j]
-        last = max(merged, default=Trained()) if merged else Trained()
-        self._trained[worker] = last
+        own = [
+            last for (i, j, _), (_, last) in self._merged.items() if i == j == worker
+        ]
+        self._trained[worker] = max(own, default=Trained())
         for key in [key for key in self._base if key[0] == worker]:
             del self._base[key]
 
@@ -235,9 +235,8 @@ class QuorumMeans(Way):
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         turn = _turn(self._schedule, step, group)
         base = self._base.setdefault((worker, group), turn)
-        trained = self._trained[worker]._replace(base=base)
-        self._sent[worker, group, step] = trained
-        said = self.said(step, *trained)
+        said = self.said(step, *self._trained[worker]._replace(base=base))
+        self._sent[worker, group, step] = said
         for peer, _ in receivers(self._topology[step], worker):
             self._links.publish(worker, peer, group, own, said)
 
@@ -245,24 +244,26 @@ class QuorumMeans(Way):
         self, worker: int, group: int, own: Rows, step: int, deadline: float
     ) -> tuple[Used, Models]:
         del deadline  # `gather` has waited.
-        sent = self._sent.pop((worker, group, step))
-        found = [self._contribution((worker, worker, group), sent, step, own, sent, 0)]
-        said: dict[tuple[int, int], Said] = {}
+        came = {worker: [Message(self._sent.pop((worker, group, step)), own)]}
         for peer, _ in senders(self._topology[step], worker):
-            edge = worker, peer, group
-            for message in self._links.take(*edge, step):
-                found.append(self._of(edge, message, sent))
-                said[peer, message.said.step] = message.said
+            came[peer] = self._links.take(worker, peer, group, step)
+        base = _trained(came[worker][0].said).base
+        found, left_out = self._trusted(
+            [
+                self._contribution((worker, peer, group), message, base)
+                for peer, messages in came.items()
+                for message in messages
+            ]
+        )
         self._base[worker, group] = _turn(self._schedule, step, group) + 1
-        found, left_out = self._trusted(found)
-        for one in found[1:]:
-            self.heard(said[one.worker, one.step])
+        for one in found:
+            self.heard(one.said)
         weights = self._weights(worker, step, found)
         taken = [
-            Taken(one.worker, one.step, step, weight)
+            Taken(one.worker, one.said.step, step, weight)
             for one, weight in zip(found, weights, strict=True)
         ]
-        models = {(one.worker, one.step): one.rows for one in found}
+        models = {(one.worker, one.said.step): one.rows for one in found}
         used = Used(step, worker, group, tuple(sorted(taken)), tuple(left_out))
         return used, models
 
@@ -270,32 +271,21 @@ class QuorumMeans(Way):
         del topology
         return weighted_mean(used, models, self._quorum.trimmed)
 
-    def _of(
-        self, edge: tuple[int, int, int], message: Message, own: Trained
-    ) -> Contribution:
-        said, rows = message
-        life = self._links.life_of(edge[1])
-        return self._contribution(
-            edge, Trained(*said.parts[:NUM_PARTS]), said.step, rows, own, life
-        )
-
     def _contribution(
-        self,
-        edge: tuple[int, int, int],
-        trained: Trained,
-        step: int,
-        rows: Rows,
-        own: Trained,
-        life: int,
+        self, edge: tuple[int, int, int], message: Message, base: int
     ) -> Contribution:
+        """What a message is worth, with what was merged of its worker before."""
+        worker, peer, _ = edge
+        life = 0 if peer == worker else self._links.life_of(peer)
+        trained = _trained(message.said)
         before_life, before = self._merged.get(edge, (life, Trained()))
         if before_life != life:
             before = Trained()  # A process that starts again counts from zero.
         self._merged[edge] = life, trained
-        age = max(0, own.base - trained.base)
+        age = max(0, base - trained.base)
         steps, tokens = trained.steps - before.steps, trained.tokens - before.tokens
         weight = self._quorum.weight(tokens, steps, age)
-        return Contribution(edge[1], step, trained, weight, age, rows)
+        return Contribution(peer, message.said, weight, age, message.arrays)
 
     def _trusted(
         self, found: list[Contribution]
@@ -312,11 +302,15 @@ class QuorumMeans(Way):
         for one, distance in zip(counting, far, strict=True):
             is_finite = math.isfinite(distance)
             if guard.oldest is not None and one.age > guard.oldest:
-                left_out.append(LeftOut(one.worker, one.step, "age", float(one.age)))
+                left_out.append(
+                    LeftOut(one.worker, one.said.step, "age", float(one.age))
+                )
             elif is_finite and distance <= limit:
                 kept.append(one)
             else:
-                left_out.append(LeftOut(one.worker, one.step, "distance", distance))
+                left_out.append(
+                    LeftOut(one.worker, one.said.step, "distance", distance)
+                )
                 if guard.action == "clip" and is_finite:
                     # s x_c + (1 - s) x_i: a part of its weight goes to the own model.
                     part = one.weight * limit / distance
@@ -376,6 +370,10 @@ def _trimmed(first: Rows, rows: list[Rows], weights: Any, trimmed: int) -> Rows:
         return jnp.where(total > 0, mean, kept.mean(0)).astype(like.dtype)
 
     return [of_leaf(*leaves) for leaves in zip(first, *rows, strict=True)]
+
+
+def _trained(said: Said) -> Trained:
+    return Trained(*said.parts[:NUM_PARTS])
 
 
 def _distance(own: Rows, other: Rows) -> float:
