@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -21,6 +21,7 @@ from decentjax import runtime
 from train.cli.tables import markdown
 from train.figures.style import grid, to_svg
 from train.job.namespaces import INTERFACE, EmulatedCluster, Nodes, in_cluster
+from train.launch import cache_of_programs
 from train.network import Rate
 from train.store.folder import process_folders
 from train.store.log import read_metrics
@@ -134,9 +135,12 @@ def _bench(bench: GoodputBench, nodes: Nodes) -> int:
     path.write_text(PACED.format(config=str(bench.config)))
     found: dict[str, tuple[GoodputRun, GoodputRun]] = {}
     for name, options in METHODS.items():
-        calm, killed = (
-            _measure(bench, nodes, name, options, kills) for kills in (False, True)
-        )
+        # As `decentjax launch` has it: who comes back compiles little.
+        with cache_of_programs(True, os.environ) as cache:
+            calm, killed = (
+                _measure(bench, nodes, name, options, cache, kills)
+                for kills in (False, True)
+            )
         found[name] = calm, killed
         print(f"{name}: goodput {killed.per_second / calm.per_second:.0%}", flush=True)
     facts = {
@@ -198,7 +202,12 @@ def _signal(process: subprocess.Popen, number: int) -> None:
 
 
 def _measure(
-    bench: GoodputBench, nodes: Nodes, name: str, options: Sequence[str], kills: bool
+    bench: GoodputBench,
+    nodes: Nodes,
+    name: str,
+    options: Sequence[str],
+    cache: Mapping[str, str],
+    kills: bool,
 ) -> GoodputRun:
     """Runs a method, with or without failures."""
     are_peers = "--exchange" in options
@@ -229,7 +238,7 @@ def _measure(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **process.env, "PACE": str(pace)},
+                env={**os.environ, **process.env, **cache, "PACE": str(pace)},
                 start_new_session=True,
             )
 
