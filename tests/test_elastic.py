@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from parties import party_of, training
+from test_launch import wait_until
 from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
 from decentjax import adapt, init_state, place, topology
@@ -183,6 +184,8 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
 
     with training(*one(0)) as seen:
         peers, state, batch = one(1)
+        # On a busy machine it takes longer than `join` waits for a peer that is ahead.
+        wait_until(lambda: len(seen) > 12)
         with peers:
             joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
             assert step is not None

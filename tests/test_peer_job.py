@@ -159,7 +159,7 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
     assert {(step, version) for step, *_, version in rows} == {
         (t, t) for t in (0, 3, 6, 9)
     }
-    with pytest.raises(ValueError, match="only exchanges in each step are repeated"):
+    with pytest.raises(ValueError, match="rounds are repeated where they end with a"):
         repeat(config, config.task.build(), [], lambda *_: None)
 
 

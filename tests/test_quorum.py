@@ -407,7 +407,7 @@ def test_a_slow_worker_takes_part_in_the_rounds_of_the_others(tmp_path):
 
     def delays(worker, step):
         del step
-        return 0.09 if worker == slow else 0.03
+        return 0.25 if worker == slow else 0.03
 
     quorum, patience = Quorum(3), 0.2
     results = train(how, tmp_path, 48, quorum, delays, patience=patience)
@@ -415,7 +415,7 @@ def test_a_slow_worker_takes_part_in_the_rounds_of_the_others(tmp_path):
     assert rounds[slow] >= max(rounds) - 1
     of_slow, of_fast = (len(results[i][0]) for i in (slow, 0))
     assert of_fast > 40
-    assert of_slow < 0.6 * of_fast
+    assert of_slow < 0.7 * of_fast
     later = [one for one in results[0][1] if one.step > 16]
     weights = [{taken.peer: taken.weight for taken in one.models} for one in later]
     merged = [one for one in weights if slow in one]

@@ -65,7 +65,7 @@ def test_a_long_record_takes_a_tenth(tmp_path):
     assert archive < (len(used_record._text(rows)) - table) / 10
     # Any program reads it.
     lines = lzma.decompress((tmp_path / "used.csv.xz").read_bytes()).decode().split()
-    assert lines[0] == "step,worker,group,peer,version,sent"
+    assert lines[0] == "step,worker,group,peer,version,sent,weight"
     assert lines[1].startswith("4000000,2,0,")
 
 

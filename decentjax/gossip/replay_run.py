@@ -48,7 +48,7 @@ def replay(
     records: Iterable[Used],
     observe: Observe = lambda *_: None,
     steps: Sequence[Sequence[int]] | None = None,
-    joins: Mapping[int, int] | None = None,
+    joins: Mapping[int, tuple[int, int]] | None = None,
     skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
 ) -> list[WorkerState]:
     """Repeats a run of peers on one device, one worker after another.
@@ -66,8 +66,8 @@ def replay(
         next one donates all of the state except its params.
       steps: the steps that each worker has taken, in order; by default those that are
         recorded, which with rounds are only those in which a round begins.
-      joins: by worker, the peer with whose state it has begun, at its first step, as
-        `PeerRounds.join` returns it.
+      joins: by worker, the peer with whose state it has begun, and the step of that
+        state, as `PeerRounds.join` returns it.
       skip: function that returns the state with which a worker goes on at a step, where
         it has left out those before; such as one that moves its learning rate there.
 
@@ -116,7 +116,9 @@ def replay(
     uses = collections.Counter(one for each in versions.values() for one in each)
     states, joins = list(states), joins or {}
     # The states that workers join with, once their peers are there.
-    firsts = {(joins[i], taken_steps[i][0]): i for i in joins}
+    guests = collections.defaultdict(list)
+    for guest, at in joins.items():
+        guests[at].append(guest)
     joined: dict[int, WorkerState] = {}
     next_steps: dict[int, int] = {}
 
@@ -124,13 +126,12 @@ def replay(
         return worker not in joins or worker in joined
 
     def begin(worker: int, step: int) -> Callable[[], None]:
-        if (guest := firsts.get((worker, step))) is not None:
-            copied = jax.tree.map(jnp.copy, states[worker]._replace(key=()))
-            joined[guest] = copied
-        if worker in joins and step == taken_steps[worker][0]:
+        for guest in guests[worker, step]:
+            joined[guest] = jax.tree.map(jnp.copy, states[worker]._replace(key=()))
+        if worker in joins and worker not in next_steps:
             own = joined[worker]._replace(key=states[worker].key)
-            states[worker] = from_anchor(own)
-        elif step > next_steps.get(worker, step):
+            states[worker], next_steps[worker] = from_anchor(own), joins[worker][1]
+        if step > next_steps.get(worker, step):
             states[worker] = skip(states[worker], step)
         next_steps[worker] = step + 1
         taken = workers[worker].begin(states[worker], batches(worker, step), step)

@@ -12,11 +12,12 @@ class WorkerLife(NamedTuple):
 
     Args:
       places: by step, in order, the shard and the batch that it has read.
-      peer: worker whose model it has begun with; None for the first of all.
+      joined: worker with whose state it has begun, and the step of that; None for its
+        own.
     """
 
     places: Mapping[int, tuple[int, int]]
-    peer: int | None = None
+    joined: tuple[int, int] | None = None
 
 
 def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[WorkerLife]:
@@ -32,14 +33,17 @@ def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[WorkerLif
     """
     rows = read_metrics(folder)
     joins = [row for row in rows if "joined_after" in row]
-    back = [row["step"] for row in joins if row["joined_after"] > 0]
+    # What it has taken from a checkpoint is not recorded either.
+    unknown = [x for x in joins if x["joined_after"] > 0 or "joined_from" not in x]
+    back = [row["step"] for row in unknown]
     if back or len(joins) > 1:
         raise ValueError(
             f"{folder} came back at step {[*back, joins[-1]['step']][0]}: only runs in "
             "which no process comes back are repeated"
         )
     skipped = {row["step"]: row["skipped"] for row in rows if "skipped" in row}
-    steps, step = [], joins[0]["step"] if joins else 0
+    first = step = joins[0]["step"] if joins else 0
+    steps = []
     while step < num_steps:
         step += skipped.get(step, 0)
         steps.append(step)
@@ -51,10 +55,12 @@ def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[WorkerLif
             places += [(shard, batch) for batch in range(first, end)]
     if len(read) != num_workers:
         raise ValueError(f"{folder} has no record of what its workers have read")
-    peers = joins[0].get("joined_from", [None]) if joins else [None] * num_workers
+    joined = [(peer, first) for row in joins for peer in row.get("joined_from", ())]
     return [
-        WorkerLife(_filled(steps, read[worker]), peer)
-        for worker, peer in zip(sorted(read), peers, strict=True)
+        WorkerLife(_filled(steps, read[worker]), of_worker)
+        for worker, of_worker in zip(
+            sorted(read), joined or [None] * num_workers, strict=True
+        )
     ]
 
 

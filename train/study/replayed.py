@@ -75,7 +75,7 @@ def repeat(
     steps, joins = None, {}
     if lives is not None:
         steps = [list(life.places) for life in lives]
-        joins = {i: one.peer for i, one in enumerate(lives) if one.peer is not None}
+        joins = {i: one.joined for i, one in enumerate(lives) if one.joined}
     match config.exchange:
         case QuorumExchange() as exchange:
             graph, way = method.rounds, exchange.merge(len(workers))
