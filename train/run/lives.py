@@ -42,7 +42,7 @@ def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[WorkerLif
             "which no process comes back are repeated"
         )
     skipped = {row["step"]: row["skipped"] for row in rows if "skipped" in row}
-    first = step = joins[0]["step"] if joins else 0
+    start = step = joins[0]["step"] if joins else 0
     steps = []
     while step < num_steps:
         step += skipped.get(step, 0)
@@ -55,7 +55,7 @@ def read_lives(folder: Path, num_steps: int, num_workers: int) -> list[WorkerLif
             places += [(shard, batch) for batch in range(first, end)]
     if len(read) != num_workers:
         raise ValueError(f"{folder} has no record of what its workers have read")
-    joined = [(peer, first) for row in joins for peer in row.get("joined_from", ())]
+    joined = [(peer, start) for row in joins for peer in row.get("joined_from", ())]
     return [
         WorkerLife(_filled(steps, read[worker]), of_worker)
         for worker, of_worker in zip(
