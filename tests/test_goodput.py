@@ -79,7 +79,7 @@ def test_a_round_loses_half_of_itself_with_each_failure(round_steps):
     assert found == pytest.approx(1 - lost / 5100, abs=0.006)
 
 
-def test_a_patience_that_nobody_uses_costs_the_others():
+def test_a_patience_for_late_workers_costs_the_others():
     more = {"speeds": [0.1, 1, 1, 1], "count": 3, "num_seconds": 1e4}
     found = [
         goodput_of_quorum(4, NEVER, **ROUNDS, **more, patience=seconds)

@@ -12,14 +12,15 @@ import numpy as np
 import optax
 import pytest
 from parties import party_of
-from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, start
+from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
-from decentjax import init_state, methods, place, round_step, simulate, topology
+from decentjax import adapt, init_state, methods, place, round_step, simulate, topology
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import (
     AutoPatience,
     Elastic,
+    Folder,
     Guard,
     PeerRounds,
     Peers,
@@ -27,6 +28,7 @@ from decentjax.gossip import (
     Taken,
     Used,
     count_examples,
+    replay,
 )
 from decentjax.gossip.patience import Waits
 from decentjax.gossip.peer_rounds import from_anchor
@@ -198,7 +200,7 @@ def test_what_a_contribution_weighs(weights, wanted, three):
 
 
 def test_who_has_trained_nothing_weighs_nothing(three):
-    """It has just joined, with the model of a peer; if nobody has, all stays."""
+    """It has just joined, with the model of a peer; if none has, all stays."""
     one, other = (means(three, i, Quorum()) for i in range(2))
     rows = [three.row(i, [float(i), 0.0]) for i in range(2)]
     other.count(1, 5)
@@ -507,6 +509,36 @@ def test_one_of_eight_that_sends_what_it_likes_does_little(attack, tmp_path):
     assert not spoilt < honest + 1.5
 
 
+def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
+    """The peer has sent it once its learning rate was at its step."""
+    how = Rounds(every(topology.complete(2), 4))
+    optimizer = optax.sgd(0.125, momentum=0.5)
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    params, key = first(2), jax.random.key(0)
+    extra = init_rounds(how, params)
+    states = [
+        init_state(params, optimizer, key, 2, (), [worker], extra)
+        for worker in range(2)
+    ]
+    models = tuple(Taken(worker, 3, 3, 0.5) for worker in range(2))
+    records = [Used(3, worker, 0, models) for worker in range(2)]
+
+    def moved(state, step):
+        return state._replace(
+            opt_state=jax.tree.map(lambda x: x + step, state.opt_state)
+        )
+
+    def batch(worker, step):
+        del worker
+        return jnp.full(1, float(step))
+
+    steps, joins = [[0, 1, 3], [3]], {1: (0, 3)}
+    how = how, Quorum(), states, batch, records
+    found = replay(local, *how, steps=steps, joins=joins, skip=moved)
+    one, other = ((x.params, x.opt_state) for x in found)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
 def test_the_tokens_of_a_batch_are_its_examples():
     assert count_examples({"x": np.zeros((2, 5, 3)), "y": np.zeros((2, 5))}) == [5, 5]
     assert count_examples(np.zeros(3)) == [1, 1, 1]
@@ -541,6 +573,25 @@ def test_a_patience_adapts_to_when_models_come():
     assert sooner[0] == 0 < 0.02 < sooner[-1]
     bounded = waits_of(lambda _: [0.03], AutoPatience(longest=0.02))
     assert max(bounded, default=0) <= 0.02
+
+
+@pytest.mark.slow
+def test_peers_with_such_a_patience_mix_what_comes_and_await_no_straggler(tmp_path):
+    """Of three, one is late by a second in each step."""
+    begin = time.monotonic()
+    results = run(
+        topology.ring(3),
+        Folder(tmp_path),
+        AutoPatience(longest=0.3),
+        delays=lambda worker, _: 1.0 if worker == 2 else 0.05,
+    )
+    assert time.monotonic() - begin < LONG
+    for worker in (0, 1):
+        _, used = results[worker]
+        of_peer = [x for one in used for x in one.models if x.peer == 1 - worker]
+        assert len(of_peer) >= len(used) - 2
+        of_straggler = [x for one in used for x in one.models if x.peer == 2]
+        assert len(of_straggler) < len(used)
 
 
 def test_a_patience_in_seconds_stays():

@@ -74,7 +74,7 @@ class PeerRounds(PeerStep):
       record: as in `Background`, for "compute" and "wait".
       used: function called with the models that each worker has mixed; a round has the
         step at which it begins, and `group` is the number of the fragment.
-      quorum: how a round merges what has come; None as above.
+      quorum: how a round merges contributions; None as above.
       elastic: as in `Peers`; its graphs may be means of all workers.
       read: as in `Peers`.
       count: function that counts the tokens of a batch, for the weights of a quorum.
@@ -141,7 +141,7 @@ class PeerRounds(PeerStep):
 
     def _trained(self, batch: Any) -> None:
         super()._trained(batch)
-        self._round_port.count(self._count(batch))
+        self._round_port.count(self._count, batch)
 
     def join(
         self, state: WorkerState, *arguments: Any, **options: Any
@@ -206,9 +206,10 @@ class _RoundPort(PeerPort):
         self._taken = -1
         self._awaited = 0  # The first round whose messages this process can expect.
 
-    def count(self, tokens: Sequence[int]) -> None:
-        """Counts a step of each worker, and its tokens."""
+    def count(self, count: Count, batch: Any) -> None:
+        """Counts a step of each worker, and its tokens, for the weights of a quorum."""
         if isinstance(way := self._way, QuorumMeans):
+            tokens = count(batch)
             for worker, number in zip(self.party.workers, tokens, strict=True):
                 way.count(worker, int(number))
 

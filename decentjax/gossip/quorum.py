@@ -95,7 +95,7 @@ class Quorum:
 
     Args:
       count: K, number of contributions, the own included, without which a round does
-        not end, as long as so many workers are alive.
+        not end, as long as K workers are alive.
       weights: f: "tokens", "tokens_squared_per_step" for tokens * (tokens / steps), or
         "equal" for 1.
       discount: gamma, in (0, 1].
@@ -134,7 +134,7 @@ class Quorum:
             )
 
     def check(self, num_workers: int) -> None:
-        """Raises a ValueError unless so many workers can be one."""
+        """Raises a ValueError unless N workers can contribute as required."""
         if self.count > num_workers:
             raise ValueError(
                 f"a round of {num_workers} workers has no {self.count} contributions: "

@@ -126,14 +126,15 @@ def replay(
         return worker not in joins or worker in joined
 
     def begin(worker: int, step: int) -> Callable[[], None]:
-        for guest in guests[worker, step]:
-            joined[guest] = jax.tree.map(jnp.copy, states[worker]._replace(key=()))
         if worker in joins and worker not in next_steps:
             own = joined[worker]._replace(key=states[worker].key)
             states[worker], next_steps[worker] = from_anchor(own), joins[worker][1]
         if step > next_steps.get(worker, step):
             states[worker] = skip(states[worker], step)
         next_steps[worker] = step + 1
+        # A peer sends its state as it is once it has left steps out.
+        for guest in guests[worker, step]:
+            joined[guest] = jax.tree.map(jnp.copy, states[worker]._replace(key=()))
         taken = workers[worker].begin(states[worker], batches(worker, step), step)
         # Its messages are now available to the others; without any it is done.
         result = next(taken)

@@ -168,7 +168,7 @@ class QuorumExchange(ApartExchange):
         return num_workers // 2 + 1 if self.quorum is None else self.quorum
 
     def merge(self, num_workers: int) -> Quorum:
-        """How a round merges contributions, of so many workers."""
+        """How a round of N workers merges contributions."""
         guard = None
         if self.guard != "none":
             guard = Guard(self.guard_ratio, self.guard, self.oldest)

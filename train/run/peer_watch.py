@@ -85,14 +85,11 @@ class Watch:
 
     def read(self, one: gossip.Read) -> None:
         """Records what a worker has trained on and sent."""
-        own = [one.worker, one.shard]
-        if self._reads and self._reads[-1][:2] + self._reads[-1][3:] == [
-            *own,
-            one.first,
-        ]:
+        worker, shard, _, end = self._reads[-1] if self._reads else [-1] * 4
+        if (worker, shard, end) == (one.worker, one.shard, one.first):
             self._reads[-1][3] = one.end
         else:
-            self._reads.append([*own, one.first, one.end])
+            self._reads.append([one.worker, one.shard, one.first, one.end])
 
     def values(self) -> dict[str, float]:
         """Returns values for a row of the log, of the steps since the last."""

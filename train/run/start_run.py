@@ -172,8 +172,9 @@ def _build_feed(
 ) -> Feed | ShardFeed:
     """The batches from a step on; of an elastic run those that were not read before."""
     config, num_processes = setup.config, setup.config.data.num_processes
-    batches = feed(steps, num_processes)
-    if config.is_elastic:
+    if not config.is_elastic:
+        batches = feed(steps, num_processes)
+    else:
         count = config.workers.num_workers
         rows = [row for row in read_metrics(setup.folder) if row["step"] <= step]
         known = [
