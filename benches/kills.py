@@ -11,15 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
+from benches.goodput_runs import GoodputRun, draw_goodput, time_to_loss
 from benches.results import check_at_least, write_results
 from decentjax import runtime
 from train.cli.tables import markdown
-from train.figures.style import grid, to_svg
+from train.figures.style import to_svg
 from train.job.namespaces import INTERFACE, EmulatedCluster, Nodes, in_cluster
 from train.launch import cache_of_programs
 from train.network import Rate
@@ -52,8 +52,6 @@ METHODS = {
 }
 START_SECONDS = 180.0
 POLL_SECONDS = 0.25
-SMOOTHED_SECONDS = 20.0
-REACHED = 0.75  # Of the time of an undisturbed run: its loss then is to be reached.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class GoodputBench:
       pace: time of a step of the other workers in which they only sleep, so that a step
         takes about as long however many processes share this machine.
       round_steps: steps of a round.
-      save_every: steps between checkpoints.
+      save_every: steps between checkpoints of the job that restarts from them.
       rate: rate of each node's link.
       seed: seed of the kills.
       out: folder for the runs, which are kept, and for goodput.json, goodput.md and
@@ -90,7 +88,7 @@ class GoodputBench:
     slow: float = 3.0
     pace: float = 0.4
     round_steps: int = 10
-    save_every: int = 50
+    save_every: int = 2
     rate: Rate = "1gbit"
     seed: int = 0
     out: Path = Path("runs/goodput")
@@ -98,25 +96,6 @@ class GoodputBench:
     def __post_init__(self):
         check_at_least(self, processes=2, seconds=1, kill_every=0.1, slow=1)
         check_at_least(self, pace=0, round_steps=1, save_every=1)
-
-
-class GoodputRun(NamedTuple):
-    """What a run has done.
-
-    Args:
-      per_second: batches per second that training has used.
-      times: seconds since all processes train.
-      losses: the mean of the newest training losses of the workers then.
-      kills: number of workers that were killed.
-      back: seconds from a kill until the worker, or the job, trained again, in the
-        median.
-    """
-
-    per_second: float
-    times: list[float]
-    losses: list[float]
-    kills: int
-    back: float
 
 
 def main(bench: GoodputBench) -> int:
@@ -148,7 +127,7 @@ def _bench(bench: GoodputBench, nodes: Nodes) -> int:
         for name, (calm, killed) in found.items()
     }
     text = table(bench, found)
-    svg = to_svg(draw(found))
+    svg = to_svg(draw_goodput(found))
     print(write_results(bench.out, "goodput", {"runs": facts}, text, svg))
     return 0
 
@@ -218,7 +197,7 @@ def _measure(
         *("--run-dir", str(folder), "--distributed.enabled", "--auto-resume"),
         *("--workers.num-workers", str(count), "--workers.workers-per-node", "1"),
         *("--num-steps", "1000000", "--evaluation.every-steps", "1000000"),
-        *("--checkpoint.every-steps", str(bench.save_every)),
+        *("--checkpoint.every-steps", str(50 if are_peers else bench.save_every)),
         *("--log.every-steps", "5", "--log.consensus-every-steps", "1000000"),
         *options,
     ]
@@ -330,23 +309,6 @@ def _loss(folder: Path, count: int, are_peers: bool) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def smoothed(one: GoodputRun) -> np.ndarray:
-    """The losses of a run, each the mean of the seconds before."""
-    times, losses = np.array(one.times), np.array(one.losses)
-    return np.array(
-        [losses[(times <= t) & (times > t - SMOOTHED_SECONDS)].mean() for t in times]
-    )
-
-
-def time_to_loss(calm: GoodputRun, killed: GoodputRun) -> float:
-    """The time to a loss of the run without failures, over the time that it took."""
-    at = REACHED * calm.times[-1]
-    wanted = smoothed(calm)[np.searchsorted(calm.times, at)]
-    after = np.array(killed.times) >= SMOOTHED_SECONDS
-    reached = np.flatnonzero((smoothed(killed) <= wanted) & after)
-    return killed.times[reached[0]] / at if reached.size else math.inf
-
-
 def table(bench: GoodputBench, found: dict[str, tuple[GoodputRun, GoodputRun]]) -> str:
     """What was measured, and simulated with the times that were."""
     lines = []
@@ -392,16 +354,3 @@ def simulate(
     return runtime.goodput_of_quorum(
         count, failures, count=count // 2 + 1, **rounds, **more
     )
-
-
-def draw(found: dict[str, tuple[GoodputRun, GoodputRun]]) -> Figure:
-    """Losses by time, undisturbed and with failures."""
-    figure, row = grid(1, len(found), 4 * len(found), 3)
-    for axes, (name, pair) in zip(np.ravel(row), found.items(), strict=True):
-        for one, label in zip(pair, ("undisturbed", "with failures"), strict=True):
-            axes.plot(one.times, smoothed(one), label=label)
-        axes.set_title(name)
-        axes.set_xlabel("seconds")
-        axes.set_ylabel("training loss")
-        axes.legend()
-    return figure

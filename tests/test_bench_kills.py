@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from test_emulate import needs_root
 
-from benches.kills import GoodputBench, GoodputRun, main, smoothed, time_to_loss
+from benches.goodput_runs import GoodputRun, smoothed, time_to_loss
+from benches.kills import GoodputBench, main
 
 
 def run(per_second, losses, seconds=100.0, back=5.0):

@@ -19,6 +19,7 @@ from train.config import (
     GroupExchange,
     LogConfig,
     PeerExchange,
+    QuorumExchange,
     RoundsConfig,
     ThinningPolicy,
     TopologyConfig,
@@ -201,15 +202,26 @@ WAGMA = dataclasses.replace(
     step=dataclasses.replace(LINE.step, algorithm="atc"),
 )
 RING = dataclasses.replace(LINE, topology=TopologyConfig(name="ring"))
+ROUNDS = dataclasses.replace(
+    LINE,
+    topology=TopologyConfig(name="complete"),
+    step=dataclasses.replace(LINE.step, algorithm="rounds", message_dtype=None),
+    rounds=RoundsConfig(every_steps=5),
+)
 
 
 def by_peers(config, way):
-    exchange = GroupExchange() if way == "wagma" else PeerExchange(way=way)
+    if way == "quorum":
+        exchange = QuorumExchange(quorum=config.workers.num_workers)
+    else:
+        exchange = GroupExchange() if way == "wagma" else PeerExchange(way=way)
     return dataclasses.replace(config, exchange=exchange)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "way"), [(WAGMA, "wagma"), (RING, "arrived")])
+@pytest.mark.parametrize(
+    ("config", "way"), [(WAGMA, "wagma"), (RING, "arrived"), (ROUNDS, "quorum")]
+)
 def test_by_the_clock_nobody_is_late_where_all_take_as_long(config, way):
     """Then it is the run whose exchanges are in the step."""
     clock, wanted = (
@@ -287,14 +299,6 @@ def test_a_message_takes_as_long_as_it_is():
     ("changes", "words"),
     [
         ({"policy": ThinningPolicy()}, "as the run goes on, and has no c"),
-        (
-            {"exchange": PeerExchange(patience=1.0)},
-            "peers wait for no other: set exchange.patience to 0, got 1.0",
-        ),
-        (
-            {"exchange": PeerExchange(patience=None)},
-            "peers who wait for all, have no clock: .* exchange = auto",
-        ),
     ],
 )
 def test_what_the_clock_would_ignore_is_refused(changes, words):
@@ -338,10 +342,27 @@ def test_rounds_have_a_clock():
     coded = seconds(every_steps=4, codec="int8")
     assert coded == pytest.approx(fourth * 5 / 4, rel=1e-3)
     config = dataclasses.replace(by_peers(RING, "arrived"), step=step)
-    with pytest.raises(
-        ValueError, match="rounds by peers, and peers who wait for all, have no clock"
-    ):
+    with pytest.raises(ValueError, match="rounds by peers that wait for no quorum"):
         clock.run(config, 0)
+
+
+def test_peers_that_wait_have_a_clock():
+    """All in lockstep at the pace of the slowest, and rounds without it."""
+    clock = Clock(compute="1s", sigma=0, late_workers=1, late_by="2s")
+    config = dataclasses.replace(RING, num_steps=30)
+    hasty = clock.run(by_peers(config, "arrived"), 0)
+    waits = dataclasses.replace(config, exchange=PeerExchange(patience=None))
+    patient = clock.run(waits, 0)
+    # A neighbour of the late worker waits for it.
+    assert patient.times.end[-1].mean() > 1.1 * hasty.times.end[-1].mean()
+    assert all(one.models for one in patient.records)
+    assert {x.step - one.step for one in patient.records for x in one.models} == {0}
+    quorum = QuorumExchange(patience=0.0)
+    config = dataclasses.replace(ROUNDS, num_steps=30, exchange=quorum)
+    timed = clock.run(config, 0)
+    assert {one.step for one in timed.records if one.models} <= {4, 9, 14, 19, 24, 29}
+    assert min(map(len, timed.steps)) < 30
+    assert all(own[-1] == 29 for own in timed.steps)
 
 
 @pytest.mark.parametrize("num_workers", [4, 8])

@@ -27,13 +27,14 @@ from decentjax.gossip import (
     Quorum,
     Taken,
     Used,
+    WorkerSteps,
     count_examples,
     replay,
 )
-from decentjax.gossip.patience import Waits
 from decentjax.gossip.peer_rounds import from_anchor
 from decentjax.gossip.quorum import QuorumMeans, weighted_mean
 from decentjax.links import Links, Piece, Said
+from decentjax.patience import Waits
 from decentjax.rounds import Rounds, init_rounds
 from decentjax.schedule import every, in_fragments
 
@@ -532,11 +533,58 @@ def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
         del worker
         return jnp.full(1, float(step))
 
-    steps, joins = [[0, 1, 3], [3]], {1: (0, 3)}
+    lives = [WorkerSteps([0, 1, 3]), WorkerSteps([3], joined=(0, 3))]
     how = how, Quorum(), states, batch, records
-    found = replay(local, *how, steps=steps, joins=joins, skip=moved)
+    found = replay(local, *how, lives=lives, skip=moved)
     one, other = ((x.params, x.opt_state) for x in found)
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(2)
+@pytest.mark.parametrize(
+    "how",
+    [
+        methods.diloco(3, 2),
+        Rounds(in_fragments(topology.complete(3), 4, PARTS, 3), optax.sgd(0.7, 0.9)),
+    ],
+    ids=["diloco", "fragments"],
+)
+def test_weights_that_are_not_recorded_are_those_of_the_run(how, tmp_path):
+    """As in a simulation, whose records say only what arrived when."""
+    quorum, num_workers = Quorum(2, discount=0.25), 3
+    draw = np.random.default_rng(0).uniform(0, 0.02, (12, num_workers)) * [1, 1, 3]
+    options = {"patience": 0.01, "delays": lambda worker, t: draw[t, worker]}
+    results = train(how, tmp_path, 12, quorum, **options)
+    rows, params = batches(num_workers), first(num_workers)
+    extra, key = init_rounds(how, params), jax.random.key(0)
+    states = [
+        init_state(params, OPTIMIZER, key, num_workers, (), [worker], extra)
+        for worker in range(num_workers)
+    ]
+    records = [
+        one._replace(
+            models=tuple(
+                x._replace(weight=None) for x in one.models if x.peer != one.worker
+            )
+        )
+        for _, used in results
+        for one in used
+    ]
+    weights = {x.weight for _, used in results for one in used for x in one.models}
+    assert len(weights) > 1
+    lives = [WorkerSteps([t - 1 for t in found]) for found, _ in results]
+    after = replay(
+        LOCAL,
+        how,
+        quorum,
+        states,
+        lambda worker, step: rows[step % STEPS, worker][None],
+        records,
+        lives=lives,
+    )
+    for state, (found, _) in zip(after, results, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, state.params, found[max(found)])
 
 
 def test_the_tokens_of_a_batch_are_its_examples():

@@ -360,9 +360,10 @@ class TickByTick:
 
     def mix(self, worker, step):
         for i, j in self.of_step(step):
-            if i == worker and self.there[i, j]:
-                self.mixed.append((step, i, j, max(self.there[i, j])))
-                self.there[i, j].clear()
+            if i == worker and (there := self.there[i, j]):
+                one = step if step in there else max(there)
+                self.mixed.append((step, i, j, one))
+                self.there[i, j] = [v for v in there if v > one]
 
     def send(self, now):
         """A model takes 2 s and 3 s more between nodes, and 1 s inside one."""
@@ -393,7 +394,8 @@ def test_peers_mix_what_a_tick_by_tick_loop_has(num_nodes, per_node, make):
     made = make(num_workers)
     seconds = np.random.default_rng(num_workers).integers(1, 6, (40, num_workers))
     job = Job(model_bytes=2.0, compute=runtime.trace(seconds))
-    times, mixed = runtime.peers(cluster, job, made, 40)
+    times, mixed, steps = runtime.peers(cluster, job, made, 40)
+    assert steps == [list(range(40))] * num_workers
     assert sorted(mixed) == TickByTick(made, per_node, seconds).play()
     assert bool(mixed) == (num_workers > 1)
     np.testing.assert_array_equal(times.end, np.cumsum(seconds, 0))
@@ -403,7 +405,7 @@ def test_peers_mix_what_a_tick_by_tick_loop_has(num_nodes, per_node, make):
 def test_a_newer_model_replaces_one_that_waits():
     cluster = Cluster(num_nodes=2, between_bytes_per_second=1.0)
     job = Job(model_bytes=2.5, compute=runtime.constant(1.0))
-    _, mixed = runtime.peers(cluster, job, topology.ring(2), 8)
+    mixed = runtime.peers(cluster, job, topology.ring(2), 8).mixed
     # Model 0 arrives at 2.5 s, in step 2. Then model 2 is sent, as 1 was replaced, and
     # arrives at 5 s, as step 4 ends, too late for it, and model 5 replaces 4.
     wanted = [(2, 0), (5, 2), (7, 5)]
@@ -413,7 +415,7 @@ def test_a_newer_model_replaces_one_that_waits():
 def test_without_messages_peers_mix_the_models_of_the_step():
     cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=math.inf)
     job = dataclasses.replace(JOB, compute=runtime.constant(0.25))
-    _, mixed = runtime.peers(cluster, job, topology.one_peer_exponential(16), 6)
+    mixed = runtime.peers(cluster, job, topology.one_peer_exponential(16), 6).mixed
     assert len(mixed) == 6 * 16
     assert all(x.version == x.step for x in mixed)
 

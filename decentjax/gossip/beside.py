@@ -154,6 +154,10 @@ class Beside(Closing):
         """Waits for the exchanges in flight; call it before any other collective."""
         self._port.settle()
 
+    def skip_to(self, step: int) -> None:
+        """Leaves out steps in which no round begins or ends: what is sent stays so."""
+        self._next = step
+
     def _end(self, seconds: float) -> None:
         self._port.close(seconds)
 
@@ -343,6 +347,7 @@ class Beside(Closing):
         # The record says when the computing was done, not when it was dispatched.
         jax.block_until_ready(values)
         self._record("compute", step, start, time.monotonic())
+        self._trained(batch)
         return values
 
     def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
@@ -351,7 +356,11 @@ class Beside(Closing):
         start = time.monotonic()
         new = jax.block_until_ready(self._whole(state.params, state[1:], batch))
         self._record("compute", step, start, time.monotonic())
+        self._trained(batch)
         return new
+
+    def _trained(self, batch: Any) -> None:
+        """Called once a step is computed, before its model is sent."""
 
 
 def check_beside(rounds: Rounds) -> None:

@@ -17,7 +17,6 @@ from decentjax.gossip.elastic import Elastic, Living, adopted, travels
 from decentjax.gossip.lanes import check_encodes
 from decentjax.gossip.ledger import Ledger, Read, shard_of
 from decentjax.gossip.messages import Form, form_of
-from decentjax.gossip.patience import AutoPatience, Waits
 from decentjax.gossip.rows import Layout, Rows
 from decentjax.gossip.ways import (
     Arrived,
@@ -31,6 +30,7 @@ from decentjax.gossip.ways import (
 )
 from decentjax.links import Links, Message, Party, check_party
 from decentjax.mixing import is_mixed
+from decentjax.patience import AutoPatience, Waits
 from decentjax.state import WorkerState
 
 Place = tuple[int, int]

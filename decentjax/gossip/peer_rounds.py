@@ -15,7 +15,6 @@ from decentjax.gossip.beside import check_beside
 from decentjax.gossip.elastic import Elastic
 from decentjax.gossip.ledger import Read
 from decentjax.gossip.messages import check_whole, sends_changes
-from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.peer_step import PeerStep
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
@@ -23,6 +22,7 @@ from decentjax.gossip.record import Record
 from decentjax.gossip.ways import Arrived, Models, Used, Way, check_symmetric, senders
 from decentjax.links import Party
 from decentjax.local import Adapt
+from decentjax.patience import AutoPatience
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 
@@ -135,8 +135,7 @@ class PeerRounds(PeerStep):
         """
         if not self._is_open or step != self._next:
             return step
-        # Nothing begins or ends in between: what is in flight stays so.
-        self._next = self._round_port.due(step)
+        self.skip_to(self._round_port.due(step))
         return self._next
 
     def _trained(self, batch: Any) -> None:
@@ -168,11 +167,11 @@ class _RoundPort(PeerPort):
     ):
         self._schedule, self._needs_all = rounds.schedule, sends_changes(rounds)
         self._quorum = quorum
-        topology = _of_permutations(rounds.schedule.name, rounds.schedule.exchanges)
+        topology = of_permutations(rounds.schedule.name, rounds.schedule.exchanges)
         if elastic is not None:
             graph = elastic.graph
             elastic = elastic._replace(
-                graph=lambda n: _of_permutations(graph(n).name, graph(n))
+                graph=lambda n: of_permutations(graph(n).name, graph(n))
             )
         if rounds.compression is not None and (quorum or elastic):
             raise ValueError(
@@ -299,7 +298,7 @@ class _RoundPort(PeerPort):
             )
 
 
-def _of_permutations(name: str, exchanges: Iterable[Exchange]) -> Topology:
+def of_permutations(name: str, exchanges: Iterable[Exchange]) -> Topology:
     """The exchanges, with messages between all members for a mean of a group."""
     return Topology(name, tuple(map(as_permutations, exchanges)))
 

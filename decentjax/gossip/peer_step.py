@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from decentjax.gossip.beside import Beside, Step
+from decentjax.gossip.beside import Beside
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.record import Record
-from decentjax.gossip.stages import Plan
 from decentjax.links import Links
 from decentjax.local import Adapt
 from decentjax.loss import Metrics
@@ -165,20 +164,7 @@ class PeerStep(Beside):
         new = jax.tree.unflatten(structure, self._peers.states.stacked(leaves, rows))
         return new._replace(key=state.key), max(m.said.step for m in messages)
 
-    def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
-        new = super()._updated(state, batch, step)
-        self._trained(batch)
-        return new
-
-    def _computed(
-        self, plan: Plan, state: WorkerState, batch: Any, step: int
-    ) -> list[jax.Array]:
-        values = super()._computed(plan, state, batch, step)
-        self._trained(batch)
-        return values
-
     def _trained(self, batch: Any) -> None:
-        """Called once a step is computed, before its model is sent."""
         del batch
         self._peers.trained()
 

@@ -10,13 +10,13 @@ from typing import Literal
 from decentjax.exchange import Topology
 from decentjax.gossip.elastic import Elastic
 from decentjax.gossip.ledger import Read
-from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.peer_step import PeerStep
 from decentjax.gossip.record import Record
 from decentjax.gossip.ways import WAYS, Used
 from decentjax.links import Party
 from decentjax.local import Adapt
+from decentjax.patience import AutoPatience
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
 

@@ -7,7 +7,7 @@ models of the same steps, each step is the same program on the same numbers.
 import collections
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,17 @@ from decentjax.compression import Leaves
 from decentjax.exchange import Topology
 from decentjax.gossip.beside import Beside
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
-from decentjax.gossip.peer_rounds import from_anchor
-from decentjax.gossip.quorum import Quorum, weighted_mean
+from decentjax.gossip.peer_rounds import (
+    Count,
+    count_examples,
+    from_anchor,
+    of_permutations,
+)
+from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.rows import Layout, Rows
 from decentjax.gossip.wagma import group_rounds
 from decentjax.gossip.ways import WAYS, Models, Used
+from decentjax.links import Message, Said
 from decentjax.local import Adapt
 from decentjax.loss import Metrics
 from decentjax.placement import worker_mesh
@@ -39,6 +45,19 @@ Offered = dict[tuple[int, int], dict[int, Rows]]
 """Leaf groups of all workers, by worker and step."""
 
 
+class WorkerSteps(NamedTuple):
+    """What a worker has done in a run.
+
+    Args:
+      steps: its steps, in order.
+      joined: worker with whose state it has begun, and the step of that state, as
+        `PeerRounds.join` returns it; None for its own.
+    """
+
+    steps: Sequence[int]
+    joined: tuple[int, int] | None = None
+
+
 def replay(
     adapt: Adapt,
     graph: Graph,
@@ -47,9 +66,9 @@ def replay(
     batches: Batches,
     records: Iterable[Used],
     observe: Observe = lambda *_: None,
-    steps: Sequence[Sequence[int]] | None = None,
-    joins: Mapping[int, tuple[int, int]] | None = None,
+    lives: Sequence[WorkerSteps] | None = None,
     skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
+    count: Count = count_examples,
 ) -> list[WorkerState]:
     """Repeats a run of peers on one device, one worker after another.
 
@@ -61,15 +80,15 @@ def replay(
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: the models that all workers used, for each group of leaves, or once for
-        all.
+        all. Those of a simulation with a quorum have no weights: they are computed as
+        in a run, and only the models of peers are needed.
       observe: function called with worker, step, state and metrics of each step; the
         next one donates all of the state except its params.
-      steps: the steps that each worker has taken, in order; by default those that are
-        recorded, which with rounds are only those in which a round begins.
-      joins: by worker, the peer with whose state it has begun, and the step of that
-        state, as `PeerRounds.join` returns it.
+      lives: what each worker has done; by default the steps that are recorded, which
+        with rounds are only those in which a round begins.
       skip: function that returns the state with which a worker goes on at a step, where
         it has left out those before; such as one that moves its learning rate there.
+      count: as in `PeerRounds`, for weights that are not recorded.
 
     Returns:
       The state of each worker after its last step.
@@ -101,20 +120,26 @@ def replay(
         of_steps[used.worker, used.step].append(used)
     offered: Offered = {}
     mesh, rounds = worker_mesh(1), _rounds_of(graph, way)
+    weigh = _Weigh(rounds, way) if _is_simulated(way, of_steps) else None
     workers = [
-        Beside(adapt, rounds, mesh, _Recorded(graph, way, worker, of_steps, offered))
-        for worker in range(len(states))
+        _Worker(adapt, rounds, mesh, port, count)
+        for port in (
+            _Recorded(graph, way, worker, of_steps, offered, weigh)
+            for worker in range(len(states))
+        )
     ]
     for one in workers:
         one.share(workers[0])
-    taken_steps = _steps_of(of_steps) if steps is None else dict(enumerate(steps))
+    if lives is None:
+        lives = [WorkerSteps(own) for own in _steps_of(of_steps, len(states))]
+    joins = {i: one.joined for i, one in enumerate(lives) if one.joined}
     # By the step that merges them.
     later = max(0, rounds.schedule.delay - 1)
     versions = collections.defaultdict(set)
     for (worker, step), each in of_steps.items():
         versions[worker, step + later] |= _versions(each)
     uses = collections.Counter(one for each in versions.values() for one in each)
-    states, joins = list(states), joins or {}
+    states = list(states)
     # The states that workers join with, once their peers are there.
     guests = collections.defaultdict(list)
     for guest, at in joins.items():
@@ -130,6 +155,7 @@ def replay(
             own = joined[worker]._replace(key=states[worker].key)
             states[worker], next_steps[worker] = from_anchor(own), joins[worker][1]
         if step > next_steps.get(worker, step):
+            workers[worker].skip_to(step)
             states[worker] = skip(states[worker], step)
         next_steps[worker] = step + 1
         # A peer sends its state as it is once it has left steps out.
@@ -151,13 +177,13 @@ def replay(
     def needed(worker: int, step: int) -> list[tuple[int, int]]:
         return [key for key in versions[worker, step] if key not in offered]
 
-    _in_order(taken_steps, can_begin, begin, needed)
+    _in_order([one.steps for one in lives], can_begin, begin, needed)
     return states
 
 
-def _steps_of(of_steps: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+def _steps_of(of_steps: Iterable[tuple[int, int]], count: int) -> list[list[int]]:
     """The steps of each worker, one after another."""
-    found: dict[int, list[int]] = collections.defaultdict(list)
+    found: list[list[int]] = [[] for _ in range(count)]
     for worker, step in sorted(of_steps):
         if found[worker] and step != found[worker][-1] + 1:
             raise ValueError(
@@ -169,14 +195,14 @@ def _steps_of(of_steps: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def _in_order(
-    of_workers: Mapping[int, Iterable[int]],
+    of_workers: Sequence[Iterable[int]],
     can_begin: Callable[[int], bool],
     begin: Callable[[int, int], Callable[[], None]],
     needed: Callable[[int, int], list[tuple[int, int]]],
 ) -> None:
     """Runs the steps of all workers, each once its inputs are available."""
-    queues = {worker: collections.deque(own) for worker, own in of_workers.items()}
-    left = {worker: own for worker, own in queues.items() if own}
+    queues = enumerate(map(collections.deque, of_workers))
+    left = {worker: own for worker, own in queues if own}
     begun: dict[int, Callable[[], None]] = {}
     while left:
         for worker in filter(can_begin, sorted(left.keys() - begun.keys())):
@@ -228,6 +254,73 @@ def _versions(each: Sequence[Used]) -> set[tuple[int, int]]:
     return set().union(*(used.versions() for used in each))
 
 
+def _is_simulated(way: str | Quorum, of_steps: Mapping[Any, list[Used]]) -> bool:
+    """Whether models of a quorum have no weights."""
+    models = (x for each in of_steps.values() for used in each for x in used.models)
+    return isinstance(way, Quorum) and all(one.weight is None for one in models)
+
+
+class _Worker(Beside):
+    """A worker that counts what it has trained on, where that is a weight."""
+
+    def __init__(
+        self, adapt: Adapt, rounds: Rounds, mesh: Any, port: "_Recorded", count: Count
+    ):
+        super().__init__(adapt, rounds, mesh, port)
+        self._recorded, self._count = port, count
+
+    def _trained(self, batch: Any) -> None:
+        if self._recorded.weigh is not None:
+            (tokens,) = self._count(batch)
+            self._recorded.weigh.way.count(self._recorded.worker, tokens)
+
+
+class _Weigh:
+    """The weights of all contributions to the rounds of a simulation.
+
+    For `QuorumMeans` these are the links, which deliver what the simulation says.
+    """
+
+    def __init__(self, rounds: Rounds, quorum: Any):
+        self.schedule = rounds.schedule
+        self._graph = of_permutations(self.schedule.name, self.schedule.exchanges)
+        links: Any = self
+        self.way = QuorumMeans(links, self._graph, quorum, self.schedule)
+        self._said: dict[tuple[int, int, int], Said] = {}
+        self._coming: dict[int, list[Message]] = {}
+
+    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        """A worker sends its model of a round."""
+        self.way.send(worker, group, own, self.schedule.count(step))
+
+    def mean(self, used: Used, group: int, models: Models) -> Rows:
+        """The mean of a worker's round."""
+        at, own = self.schedule.count, models[used.worker, used.step]
+        self._coming = collections.defaultdict(list)
+        for one in used.models:
+            said = self._said[one.peer, group, at(one.step)]
+            message = Message(said, models[one.peer, one.step])
+            self._coming[one.peer].append(message)
+        round_ = used.worker, group, own, at(used.step)
+        return self.way.combine(self._graph, *self.way.take(*round_, 0.0))
+
+    def publish(
+        self, worker: int, peer: int, group: int, own: Rows, said: Said
+    ) -> None:
+        """Keeps what a message says, which is the same for all peers."""
+        del peer, own
+        self._said[worker, group, said.step] = said
+
+    def take(self, worker: int, peer: int, group: int, step: int) -> list[Message]:
+        """The messages of a peer that the round merges."""
+        del worker, group, step
+        return self._coming[peer]
+
+    def life_of(self, peer: int) -> int:
+        """That of the only process of a worker."""
+        return 1 + peer
+
+
 class _Recorded:
     """The port of a worker that takes its peers' models from the record."""
 
@@ -238,10 +331,12 @@ class _Recorded:
         worker: int,
         of_steps: Mapping[tuple[int, int], list[Used]],
         offered: Offered,
+        weigh: _Weigh | None = None,
     ):
         self.takes_groups = not isinstance(graph, Butterfly)
         self.phase = "exchanging"
-        self._worker, self._of_steps, self._offered = worker, of_steps, offered
+        self.worker, self.weigh = worker, weigh
+        self._of_steps, self._offered = of_steps, offered
         if isinstance(graph, Butterfly):
             self._average = functools.partial(_group_mean, graph)
         elif isinstance(way, Quorum):
@@ -259,7 +354,9 @@ class _Recorded:
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
         layout = Layout(list(leaves.values()), worker_mesh(1))
         (own,) = layout.rows(list(leaves.values()))
-        self._offered.setdefault((self._worker, step), {})[group] = own
+        self._offered.setdefault((self.worker, step), {})[group] = own
+        if self.weigh is not None:
+            self.weigh.send(self.worker, group, own, step)
         return functools.partial(self._averaged, group, leaves, layout, step)
 
     def settle(self) -> None:
@@ -271,12 +368,15 @@ class _Recorded:
     def _averaged(
         self, group: int, leaves: Leaves, layout: Layout, step: int
     ) -> Leaves:
-        each = self._of_steps[self._worker, step]
+        each = self._of_steps[self.worker, step]
         # A simulation records no groups: its entries apply to all of them; and a round
         # is of one fragment.
         used = each[group if len(each) > 1 else 0]
         models = {key: self._offered[key][group] for key in used.versions()}
-        rows = self._average(used, models)
+        if self.weigh is None:
+            rows = self._average(used, models)
+        else:
+            rows = self.weigh.mean(used, group, models)
         mixed = layout.stacked(list(leaves.values()), [rows])
         return dict(zip(leaves, mixed, strict=True))
 

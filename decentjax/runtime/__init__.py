@@ -17,6 +17,7 @@ from decentjax.runtime.goodput import (
     goodput_of_restarts,
 )
 from decentjax.runtime.job import Job
+from decentjax.runtime.peer_runs import Mixed, PeerTimes, peer_rounds, peers
 from decentjax.runtime.ratios import (
     Ratios,
     all_reduce_without_stragglers,
@@ -25,12 +26,10 @@ from decentjax.runtime.ratios import (
     ratios,
 )
 from decentjax.runtime.schemes import (
-    Mixed,
     Times,
     all_reduce,
     background,
     in_step,
-    peers,
     rounds,
     wait_avoiding,
 )
@@ -40,6 +39,7 @@ __all__ = [
     "Compute",
     "Job",
     "Mixed",
+    "PeerTimes",
     "Ratios",
     "Times",
     "WorkerFailures",
@@ -59,6 +59,7 @@ __all__ = [
     "log_normal",
     "moments",
     "normal",
+    "peer_rounds",
     "peers",
     "ratios",
     "rounds",

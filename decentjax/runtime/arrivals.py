@@ -1,9 +1,6 @@
-"""When models arrive that workers leave for their peers, where no worker waits."""
+"""Cards that carry models from worker to worker."""
 
 import collections
-import heapq
-import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from decentjax.runtime.cluster import Cluster
@@ -11,79 +8,73 @@ from decentjax.runtime.cluster import Cluster
 Card = tuple[bool, int, int]  # Inside a node; 0 for sending; number of node or worker.
 
 
-class Left(NamedTuple):
-    """A model that a worker leaves for a peer; in the order of time.
+class Edge(NamedTuple):
+    """From whom to whom a model goes, and which part of the model it is."""
 
-    Args:
-      time: when it is left, seconds.
-      step: step of the sender for which it is.
-      sender: number of the worker.
-      receiver: number of the peer.
-    """
-
-    time: float
-    step: int
     sender: int
     receiver: int
+    part: int = 0
 
 
-class ModelArrival(NamedTuple):
-    """A model that has arrived: when, and the step of the sender for which it is."""
+class ModelOnCards(NamedTuple):
+    """A model that two cards have begun to carry.
 
-    time: float
+    Args:
+      edge: from whom to whom.
+      step: step of the sender for which it is.
+      free: when the cards are free again, seconds.
+      arrives: when it is there, seconds.
+    """
+
+    edge: Edge
     step: int
+    free: float
+    arrives: float
 
 
-def arrivals(
-    cluster: Cluster, num_bytes: float, left: Iterable[Left]
-) -> dict[tuple[int, int], list[ModelArrival]]:
-    """Returns the models that arrive, by (sender, receiver), in order.
+class Cards:
+    """A card carries one model after the other, in each direction.
 
-    A card carries one model after the other, in each direction. Who has waited longest
-    is next, among those whose two cards are free. A model that still waits is replaced
-    by a newer one of its sender, which takes its place.
+    Who has waited longest is next, among those whose two cards are free. A model that
+    still waits is replaced by a newer one of its edge, which takes its place.
 
     Args:
       cluster: nodes, workers and links.
-      num_bytes: size of a model in bytes.
-      left: the models.
+      num_bytes: size of a model, or of its parts, in bytes.
     """
-    coming = collections.deque(sorted(left))
-    # In the order of waiting: a dict keeps the place of a value that is replaced.
-    waiting: dict[tuple[int, int], int] = {}
-    busy_until: dict[Card, float] = collections.defaultdict(float)
-    ends: list[float] = []
-    found: dict[tuple[int, int], list[ModelArrival]] = collections.defaultdict(list)
-    while coming or waiting:
-        # Whatever waits does so for a card that is busy until one of `ends`.
-        now = min([x.time for x in itertools.islice(coming, 1)] + ends[:1])
-        while coming and coming[0].time <= now:
-            model = coming.popleft()
-            waiting[model.sender, model.receiver] = model.step
-        while ends and ends[0] <= now:
-            heapq.heappop(ends)
-        for edge in list(waiting):
-            cards, seconds, latency = _link(cluster, num_bytes, *edge)
-            if all(busy_until[card] <= now for card in cards):
+
+    def __init__(self, cluster: Cluster, num_bytes: float):
+        self._cluster, self._num_bytes = cluster, num_bytes
+        # In the order of waiting: a dict keeps the place of a value that is replaced.
+        self._waiting: dict[Edge, int] = {}
+        self._busy_until: dict[Card, float] = collections.defaultdict(float)
+
+    def leave(self, edge: Edge, step: int) -> None:
+        """Leaves a model for a peer."""
+        self._waiting[edge] = step
+
+    def begin(self, now: float) -> list[ModelOnCards]:
+        """Begins to carry what can be carried; call it whenever cards become free."""
+        begun = []
+        for edge in list(self._waiting):
+            cards, seconds, latency = self._link(edge)
+            if all(self._busy_until[card] <= now for card in cards):
                 end = now + seconds
-                busy_until.update(dict.fromkeys(cards, end))
-                heapq.heappush(ends, end)
-                found[edge].append(ModelArrival(end + latency, waiting.pop(edge)))
-    return found
+                self._busy_until.update(dict.fromkeys(cards, end))
+                step = self._waiting.pop(edge)
+                begun.append(ModelOnCards(edge, step, end, end + latency))
+        return begun
 
-
-def _link(
-    cluster: Cluster, num_bytes: float, sender: int, receiver: int
-) -> tuple[list[Card], float, float]:
-    """The two cards of a model, its seconds on them, and its latency."""
-    workers = sender, receiver
-    nodes = [worker // cluster.workers_per_node for worker in workers]
-    inside = nodes[0] == nodes[1]
-    # Inside a node each worker has a link of its own.
-    places = workers if inside else nodes
-    cards = [(inside, side, place) for side, place in enumerate(places)]
-    if inside:
-        rate, latency = cluster.inside_bytes_per_second, cluster.inside_latency
-    else:
-        rate, latency = cluster.between_bytes_per_second, cluster.between_latency
-    return cards, num_bytes / rate, latency
+    def _link(self, edge: Edge) -> tuple[list[Card], float, float]:
+        """The two cards of a model, its seconds on them, and its latency."""
+        cluster, workers = self._cluster, edge[:2]
+        nodes = [worker // cluster.workers_per_node for worker in workers]
+        inside = nodes[0] == nodes[1]
+        # Inside a node each worker has a link of its own.
+        places = workers if inside else nodes
+        cards = [(inside, side, place) for side, place in enumerate(places)]
+        if inside:
+            rate, latency = cluster.inside_bytes_per_second, cluster.inside_latency
+        else:
+            rate, latency = cluster.between_bytes_per_second, cluster.between_latency
+        return cards, self._num_bytes / rate, latency

@@ -6,20 +6,17 @@ Source: our own reconstruction of the runtime model of From Promise to Practice 
 2025), whose equations are not public, and the rules of WAGMA-SGD (2020).
 """
 
-import bisect
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from decentjax.exchange import Exchange, Permutations, Topology, messages_of
-from decentjax.runtime.arrivals import Left, arrivals
+from decentjax.exchange import Exchange, Topology
 from decentjax.runtime.cluster import (
     Cluster,
     all_reduce_seconds,
     check_positive,
-    check_size,
     finish,
     meet,
     plans,
@@ -34,22 +31,6 @@ Scheme = Callable[[int, np.ndarray, np.ndarray], Instants]
 They are: ready for the exchange that the step needs; everything received; parameters
 updated if messages took no time; parameters updated.
 """
-
-
-class Mixed(NamedTuple):
-    """A model of a peer that a worker mixes.
-
-    Args:
-      step: step of the worker.
-      worker: number of the worker.
-      peer: number of the peer.
-      version: step of the peer that starts with this model.
-    """
-
-    step: int
-    worker: int
-    peer: int
-    version: int
 
 
 class Times(NamedTuple):
@@ -362,69 +343,6 @@ def wait_avoiding(
     return _simulate(cluster, job, num_steps, seed, scheme)
 
 
-def peers(
-    cluster: Cluster, job: Job, topology: Topology, num_steps: int, seed: int = 0
-) -> tuple[Times, list[Mixed]]:
-    """Simulates exchanges from peer to peer without waiting.
-
-    A worker leaves the model with which it starts step t for its peers of step t, and
-    mixes, when step t is computed, the newest model of each peer of step t that has
-    arrived before and that it has not mixed yet. So a step takes its compute time:
-
-        s' = s + C
-
-    A card carries one model after the other, and a newer model replaces one of the same
-    worker for the same peer that still waits for the card.
-
-    Args:
-      cluster: nodes, workers and links.
-      job: model size and compute times.
-      topology: the exchanges, taken in turn; permutations of single workers.
-      num_steps: number of steps, T.
-      seed: seed of the compute times.
-
-    Returns:
-      The times, of which `exchange` is zero, and what is mixed, in the order of steps
-      and workers.
-
-    Raises:
-      ValueError: if the topology has another number of workers, or groups or nodes.
-
-    Examples:
-      >>> from decentjax import runtime, topology
-      >>> cluster = runtime.Cluster(num_nodes=2, between_bytes_per_second=1e9)
-      >>> job = runtime.Job(model_bytes=10e6, compute=runtime.constant(0.1))
-      >>> times, mixed = runtime.peers(cluster, job, topology.ring(2), num_steps=2)
-      >>> mixed[0]
-      Mixed(step=0, worker=0, peer=1, version=0)
-    """
-    check_size(cluster, topology)
-    edges = [_edges(exchange) for exchange in topology]
-
-    def scheme(step: int, start: np.ndarray, compute: np.ndarray) -> Instants:
-        del step
-        return start, start, start + compute, start + compute
-
-    times = _simulate(cluster, job, num_steps, seed, scheme)
-    left = [
-        Left(float(times.start[step, sender]), step, sender, receiver)
-        for step in range(num_steps)
-        for sender, receiver in edges[step % topology.period]
-    ]
-    arrived = arrivals(cluster, job.model_bytes, left)
-    mixed = []
-    for step in range(num_steps):
-        for sender, receiver in edges[step % topology.period]:
-            # `arrived` holds what was not mixed before.
-            models, end = arrived[sender, receiver], times.end[step, receiver]
-            # What arrives at this very moment may depend on this step.
-            there = bisect.bisect_left(models, end, key=lambda model: model.time)
-            if there:
-                mixed.append(Mixed(step, receiver, sender, models[there - 1].step))
-                del models[:there]
-    return times, mixed
-
-
 def _simulate(
     cluster: Cluster, job: Job, num_steps: int, seed: int, scheme: Scheme
 ) -> Times:
@@ -444,19 +362,6 @@ def _simulate(
         rows.append(row)
         start = end
     return Times(*map(np.stack, zip(*rows, strict=True)))
-
-
-def _edges(exchange: Exchange) -> list[tuple[int, int]]:
-    """The sender and the receiver of each model, in the order of the receivers."""
-    between = exchange.between
-    if exchange.workers_per_node > 1 or not isinstance(between, Permutations):
-        raise ValueError(
-            "peers need a topology of single workers, such as ring; got an exchange "
-            f"of groups or nodes: {exchange}"
-        )
-    senders, receivers = messages_of(between)
-    pairs = zip(receivers.tolist(), senders.tolist(), strict=True)
-    return [(sender, receiver) for receiver, sender in sorted(pairs)]
 
 
 def _update(

@@ -154,7 +154,7 @@ def build_peers(
             )
         case QuorumExchange():
             common["quorum"] = exchange.merge(config.workers.num_workers)
-            common["count"] = functools.partial(_amounts, task.amount.count)
+            common["count"] = amounts_of(task)
         case PeerExchange(way=way) if method.rounds is None:
             return gossip.Peers(local, method.graph, party, way=way, **common)
     assert method.rounds is not None
@@ -171,15 +171,21 @@ def _quorum(config: Config) -> int:
     return 1
 
 
-def _amounts(count: Callable[[Any], int], arrays: Any) -> list[int]:
-    """What a batch has of each worker, such as tokens."""
-    num_workers = len(jax.tree.leaves(arrays)[0])
-    if num_workers == 1:
-        return [count(arrays)]
-    rows = (
-        jax.tree.map(lambda x, i=i: x[i : i + 1], arrays) for i in range(num_workers)
-    )
-    return list(map(count, rows))
+def amounts_of(task: Task) -> Callable[[Any], list[int]]:
+    """Returns a function of what a batch has of each worker, such as tokens."""
+    count = task.amount.count
+
+    def amounts(arrays: Any) -> list[int]:
+        num_workers = len(jax.tree.leaves(arrays)[0])
+        if num_workers == 1:
+            return [count(arrays)]
+        rows = (
+            jax.tree.map(lambda x, i=i: x[i : i + 1], arrays)
+            for i in range(num_workers)
+        )
+        return list(map(count, rows))
+
+    return amounts
 
 
 def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from decentjax import gossip, runtime
+from decentjax.schedule import Schedule, every
 from decentjax.topology import butterfly_groups
 from train.config import (
     BackgroundExchange,
@@ -95,13 +96,18 @@ class Clock:
         match exchange:
             case PeerExchange():
                 _check_peers(exchange, method)
-                times, mixed = runtime.peers(cluster, job, method.graph, count, seed)
-                return Timed(times, _used(mixed, count, config.workers.num_workers))
+                of_all = cluster, job, method.graph, count, seed
+                run = runtime.peers(*of_all, exchange.waits)
+                return _timed(run, every(method.graph, 1, delay=1))
             case QuorumExchange():
-                raise ValueError(
-                    "rounds that end without late workers have no clock: compare those "
-                    "of all workers, with exchange = auto"
+                assert method.rounds is not None
+                schedule = method.rounds.schedule
+                run = runtime.peer_rounds(
+                    *(cluster, job, schedule, count, seed),
+                    count=exchange.quorum_of(cluster.num_workers),
+                    patience=exchange.waits,
                 )
+                return _timed(run, schedule)
             case GroupExchange():
                 return self._of_groups(config, method, cluster, job, seed)
         in_thread = isinstance(exchange, BackgroundExchange)
@@ -150,42 +156,41 @@ class Timed(NamedTuple):
     Args:
       times: when each worker does what.
       records: for a run of peers, what each worker mixes at each step.
+      steps: for one, the steps that each worker takes.
     """
 
     times: runtime.Times
     records: Sequence[gossip.Used] = ()
+    steps: Sequence[Sequence[int]] = ()
 
 
 def _check_peers(exchange: PeerExchange, method: Method) -> None:
     """Raises a ValueError for peers without a model of their time."""
-    if method.rounds or exchange.patience is None:
+    if method.rounds:
         raise ValueError(
-            "rounds by peers, and peers who wait for all, have no clock: compare them "
-            "with exchange = auto, which has their numbers"
+            "rounds by peers that wait for no quorum have no clock: compare them with "
+            "exchange = quorum, or auto, which waits for all"
         )
     if exchange.way != "arrived":
         raise ValueError(
             "of peers, those with exchange.way = arrived have a clock, got "
             f"{exchange.way}"
         )
-    if exchange.patience:
-        raise ValueError(
-            "by the clock peers wait for no other: set exchange.patience to 0, got "
-            f"{exchange.patience}"
-        )
 
 
-def _used(
-    mixed: list[runtime.Mixed], num_steps: int, num_workers: int
-) -> list[gossip.Used]:
-    """What workers use, from the versions that have arrived in time."""
+def _timed(run: runtime.PeerTimes, schedule: Schedule) -> Timed:
+    """A run, with what workers use of the versions that have arrived in time."""
     taken: dict[tuple[int, int], list[gossip.Taken]] = {
-        (step, worker): [] for step in range(num_steps) for worker in range(num_workers)
+        (step, worker): []
+        for worker, own in enumerate(run.steps)
+        for step in own
+        if schedule[step].sends
     }
-    for one in mixed:
+    for one in run.mixed:
         model = gossip.Taken(one.peer, one.version, one.step)
         taken[one.step, one.worker].append(model)
-    return [
+    records = [
         gossip.Used(step, worker, 0, tuple(models))
         for (step, worker), models in taken.items()
     ]
+    return Timed(run.times, records, run.steps)

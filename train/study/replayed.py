@@ -21,7 +21,7 @@ from train.run.finite import check_gradients
 from train.run.lives import WorkerLife
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.peer_run import at_step, wagma_groups
+from train.run.peer_run import amounts_of, at_step, wagma_groups
 from train.study.clock import Clock
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.study.programs import build_scores, far_apart, judge
@@ -46,8 +46,8 @@ def repeat(
       lives: what each worker has read; by default batch t of its own at step t.
 
     Raises:
-      ValueError: if the record is not whole, or of rounds without a quorum or an
-        elastic run without rounds.
+      ValueError: if the record is not whole, or of rounds without a quorum, or the
+        lives of an elastic run are not given.
     """
     method = build_method(config, task)
     has_quorum = isinstance(config.exchange, QuorumExchange)
@@ -56,7 +56,7 @@ def repeat(
             "rounds are repeated where they end with a quorum: those of all workers "
             "have the numbers of exchange = auto"
         )
-    if config.is_elastic and not has_quorum:
+    if config.is_elastic and lives is None:
         raise ValueError(
             "an elastic run is not repeated: its records do not say who lived when"
         )
@@ -72,10 +72,9 @@ def repeat(
         assert batch is not None
         return batch.arrays
 
-    steps, joins = None, {}
+    done = None
     if lives is not None:
-        steps = [list(life.places) for life in lives]
-        joins = {i: one.joined for i, one in enumerate(lives) if one.joined}
+        done = [gossip.WorkerSteps(list(one.places), one.joined) for one in lives]
     match config.exchange:
         case QuorumExchange() as exchange:
             graph, way = method.rounds, exchange.merge(len(workers))
@@ -86,7 +85,7 @@ def repeat(
             graph = method.graph
         case _:
             raise ValueError("only runs of peers are repeated")
-    how = records, observe, steps, joins, at_step
+    how = records, observe, done, at_step, amounts_of(task)
     return gossip.replay(local, graph, way, start, batches, *how)
 
 
@@ -122,7 +121,13 @@ def train_by_clock(
 
 def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOutcome:
     start = time.monotonic()
-    records = clock.run(config, config.seed).records
+    timed = clock.run(config, config.seed)
+    # All workers live, and each reads its own shard.
+    lives = [
+        WorkerLife({step: (worker, batch) for batch, step in enumerate(own)})
+        for worker, own in enumerate(timed.steps)
+    ]
+    befores = [dict(itertools.pairwise([*own[::-1], -1])) for own in timed.steps]
     num_workers, every = config.workers.num_workers, config.log.every_steps
     score_means, score_workers = build_scores(task)
     losses = np.full((config.num_steps, num_workers), np.nan)
@@ -142,17 +147,16 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
         losses[step, worker] = loss
         if num_done % (every * num_workers) == 0:
             report(num_done // num_workers, f"loss {loss:.4f}")
-        done = step + 1
-        if done < config.num_steps and done % config.evaluation.every_steps:
-            return
-        # Each worker comes there at its own time.
-        kept = jax.tree.map(jnp.copy, state.model_state)
-        own = state.params, (), kept, jax.random.key(0)[None]
-        models[done][worker] = WorkerState(*own)
-        if len(models[done]) == num_workers:
-            evaluations.append((done, score_means(_together(models.pop(done)))))
+        before = befores[worker][step] if lives else step - 1
+        for done in _evaluated(config, before + 1, step + 1):
+            # Each worker comes there at its own time.
+            kept = jax.tree.map(jnp.copy, state.model_state)
+            own = state.params, (), kept, jax.random.key(0)[None]
+            models[done][worker] = WorkerState(*own)
+            if len(models[done]) == num_workers:
+                evaluations.append((done, score_means(_together(models.pop(done)))))
 
-    states = repeat(config, task, records, observe)
+    states = repeat(config, task, timed.records, observe, lives or None)
     state = _together(dict(enumerate(states)))
     cuts = [*range(0, config.num_steps, every), config.num_steps]
     return SeedsOutcome(
@@ -167,6 +171,12 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
         dispersion=[],
         sent={},
     )
+
+
+def _evaluated(config: Config, before: int, done: int) -> list[int]:
+    """Numbers of steps at which models are evaluated, after `before` to `done`."""
+    every, last = config.evaluation.every_steps, config.num_steps
+    return [t for t in range(before + 1, done + 1) if t % every == 0 or t == last]
 
 
 def _together(states: Mapping[int, WorkerState]) -> WorkerState:

@@ -9,27 +9,31 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 MEASURED_FIRST, MEASURED_EVERY = 4, 16  # Exchanges that wait as long as they may.
 FIRST_SECONDS = 1.0  # While no time between exchanges is known.
-KEPT = 64  # Measured arrivals.
-SPREADS = 3.0
-NORMAL = 1.4826  # Standard deviation of a normal distribution, over its spread.
+KEPT = 16  # Measured exchanges.
 PERIODS = 8  # Between exchanges, of which the median counts.
+LATE = 0.9  # What a model that comes too late is worth, over one that is awaited.
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoPatience:
     """A patience that adapts to when the models of peers arrive.
 
-    An exchange waits `median + 3 spreads` of the arrivals measured last, at most
-    `share` of the time from one exchange to the next, and at most `longest`. An arrival
-    is the time from when a worker is ready to mix until a peer's model is there, zero
-    if it was there before, and infinite if it did not come in that time; the spread is
-    the median distance from the median, times 1.4826. So a worker waits for peers that
-    are about as fast as itself, but not for stragglers, and for none if most models
-    come much later. One exchange in 16 waits as long as allowed, and measures.
+    An exchange waits for the time w that is worth most in the exchanges measured last,
+
+        max_w sum (1 + sum_j [1 if a_j <= w else 0.9]) / sum (T + min(w, max_j a_j))
+
+    with sums over these exchanges and peers j. An arrival a_j is the time from when a
+    worker is ready to mix until a peer's model is there, zero if it was there before,
+    and infinite if it did not come in that time; T is the time from one exchange to the
+    next. So a worker waits for peers that are about as fast as itself, and not for
+    stragglers. It waits at most for `share` of T, and at most `longest`. One exchange
+    in 16 waits as long as allowed, and measures.
 
     Args:
       longest: longest wait, in seconds.
@@ -72,7 +76,8 @@ class Waits:
             raise ValueError(f"patience must not be negative, got {patience}")
         self._count, self._began = 0, -math.inf
         self._periods: collections.deque[float] = collections.deque(maxlen=PERIODS)
-        self._arrivals: collections.deque[float] = collections.deque(maxlen=KEPT)
+        self._arrivals: collections.deque[list[float]]
+        self._arrivals = collections.deque(maxlen=KEPT)
 
     @property
     def first(self) -> float:
@@ -99,19 +104,23 @@ class Waits:
         self._began = now
         if not self._periods:
             return self.first
-        bound = self.auto.share * statistics.median(self._periods)
-        bound = min(bound, self.longest)
-        return bound if self.measures else min(bound, _typical(self._arrivals))
+        period = statistics.median(self._periods)
+        bound = min(self.auto.share * period, self.longest)
+        return bound if self.measures else min(bound, _best(self._arrivals, period))
 
     def add(self, arrivals: Iterable[float]) -> None:
         """Adds the arrivals of an exchange that measures; infinite for none in time."""
-        self._arrivals.extend(arrivals)
+        self._arrivals.append(list(arrivals))
 
 
-def _typical(arrivals: Iterable[float]) -> float:
-    """The median and three spreads; 0 where most have not come in time."""
-    known = list(arrivals)
-    middle = statistics.median(known) if known else math.inf
-    if math.isinf(middle):
+def _best(arrivals: Sequence[Sequence[float]], period: float) -> float:
+    """The wait by which most models are mixed per second."""
+    if not arrivals:
         return 0.0
-    return middle + SPREADS * NORMAL * statistics.median(abs(x - middle) for x in known)
+    each = np.concatenate(arrivals)
+    waits = np.unique(np.append(each[np.isfinite(each)], 0.0))
+    in_time = (each <= waits[:, None]).sum(1)
+    models = len(arrivals) + LATE * len(each) + (1 - LATE) * in_time
+    ends = np.array([max(one, default=0.0) for one in arrivals])
+    seconds = (period + np.minimum(waits[:, None], ends)).sum(1)
+    return float(waits[np.argmax(models / seconds)])
