@@ -604,6 +604,28 @@ def waits_of(arrivals, patience=None, period=1.0, count=40):
     return [wait for measures, wait in found[8:] if not measures]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_it_waits_for_the_time_that_is_worth_most(seed):
+    """By the formula, over the four exchanges that measure first."""
+    draw = np.random.default_rng(seed)
+    known = draw.exponential([0.02, 0.02, 0.1], (4, 3))
+    known[draw.uniform(size=known.shape) < 0.2] = math.inf
+    waits = Waits(AutoPatience(longest=100.0, share=100.0))
+    for step, arrivals in enumerate(known):
+        waits.begin(float(step))
+        assert waits.measures
+        waits.add(arrivals.tolist())
+    found = waits.begin(4.0)
+    assert not waits.measures
+
+    def worth(wait):
+        models = sum(1 + sum(1 if a <= wait else 0.9 for a in x) for x in known)
+        return models / sum(1.0 + min(wait, max(x)) for x in known)
+
+    assert worth(found) >= max(map(worth, np.linspace(0, 2, 4001)))
+    assert found in {0.0, *known[np.isfinite(known)]}
+
+
 def test_a_patience_adapts_to_when_models_come():
     draw = np.random.default_rng(0)
     # All about as fast: it waits for most.
