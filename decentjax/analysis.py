@@ -1,10 +1,16 @@
 """Convergence and cost of a topology, computed without running it."""
 
+import csv
 import dataclasses
-from typing import NamedTuple
+import html
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from decentjax._names import names_of
 from decentjax.exchange import (
     Exchange,
     Groups,
@@ -107,7 +113,8 @@ def spectral_gap(topology: Topology) -> float:
       0.195
     """
     eigenvalues = np.sort(np.abs(np.linalg.eigvals(_period_product(topology))))
-    return float(1 - eigenvalues[-2]) if len(eigenvalues) > 1 else 1.0
+    # Of a graph in several parts it is 0, which rounding makes negative.
+    return max(0.0, float(1 - eigenvalues[-2])) if len(eigenvalues) > 1 else 1.0
 
 
 def consensus_factor(topology: Topology) -> float:
@@ -187,6 +194,219 @@ def traffic(
     ]
 
 
+def consensus_curve(topology: Topology, num_steps: int) -> np.ndarray:
+    """Returns the consensus distance after each exchange, of random models.
+
+    The root mean square distance of the models to their mean, over that before the
+    first exchange, [T + 1]; 0 for one worker.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> print(analysis.consensus_curve(topology.complete(4), 2).round(3))
+      [1. 0. 0.]
+    """
+    check_topology(topology)
+    values = np.random.default_rng(0).standard_normal((topology.num_workers, 64))
+    values -= values.mean(0)
+    curve = [np.linalg.norm(values)]
+    for step in range(num_steps):
+        values = apply(topology[step], values)
+        curve.append(np.linalg.norm(values - values.mean(0)))
+    # What is left of an exact mean is rounding.
+    curve = np.where(np.array(curve) < 1e-12 * (curve[0] + 1), 0.0, curve)
+    return curve / (curve[0] or 1.0)
+
+
+class GraphRow(NamedTuple):
+    """What a topology is worth and costs, per step.
+
+    Args:
+      name: name of the topology.
+      num_workers: N.
+      period: number of exchanges.
+      connected: whether each worker hears from each other, over several exchanges.
+      gap: `1 - |lambda_2|^(1/P)`, with lambda_2 of the product of a period.
+      factor: `consensus_factor^(1/P)`.
+      exact_after: number of exchanges until every model is the exact mean; None for
+        never.
+      diameter: number of exchanges, from the first on, until each worker has heard from
+        each other; None for never.
+      messages: messages that a worker sends, in the mean.
+      worker_bytes: bytes that a worker sends, in the mean.
+      link_bytes: the most bytes that leave a node in one exchange.
+    """
+
+    name: str
+    num_workers: int
+    period: int
+    connected: bool
+    gap: float
+    factor: float
+    exact_after: int | None
+    diameter: int | None
+    messages: float
+    worker_bytes: float
+    link_bytes: float
+
+
+class GraphTable(tuple[GraphRow, ...]):
+    """Rows of graphs; prints as a table, also in a notebook.
+
+    `pandas.DataFrame(table)` has a column for each field.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> table = analysis.compare([topology.ring(4), topology.alone(4)])
+      >>> print(table)  # doctest: +NORMALIZE_WHITESPACE
+      graph  workers  period    gap  factor  exact after  diameter  messages ...
+      ring         4       1  0.667   0.333        never         2         2 ...
+      alone        4       1      0       1        never     never         0 ...
+      alone: not connected, so its models never agree.
+    """
+
+    def __str__(self) -> str:
+        cells = [_HEADS, *(_cells(row) for row in self)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0])]
+                + [x.rjust(n) for x, n in zip(row[1:], widths[1:], strict=True)]
+            )
+            for row in cells
+        ]
+        return "\n".join([*lines, *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        def line(cells: Iterable[str], tag: str) -> str:
+            inner = "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells)
+            return f"<tr>{inner}</tr>"
+
+        body = "".join(line(_cells(row), "td") for row in self)
+        remarks = "".join(f"<p>{html.escape(x)}</p>" for x in self._remarks())
+        return f"<table>{line(_HEADS, 'th')}{body}</table>{remarks}"
+
+    def to_csv(self, path: Path | str) -> None:
+        """Writes the rows, with the names of the fields as a head."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([GraphRow._fields, *self])
+
+    def _remarks(self) -> list[str]:
+        return [
+            f"{row.name}: not connected, so its models never agree."
+            for row in self
+            if not row.connected
+        ]
+
+
+_HEADS = [
+    *("graph", "workers", "period", "gap", "factor", "exact after", "diameter"),
+    *("messages", "worker bytes", "link bytes"),
+]
+
+
+def _cells(row: GraphRow) -> list[str]:
+    numbers = row.gap, row.factor
+    sent = row.messages, row.worker_bytes, row.link_bytes
+    return [
+        *(row.name, str(row.num_workers), str(row.period)),
+        *(f"{x:.3g}" if x > 1e-9 else "0" for x in numbers),
+        *("never" if x is None else str(x) for x in (row.exact_after, row.diameter)),
+        *(f"{x:.4g}" for x in sent),
+    ]
+
+
+def compare(
+    topologies: Iterable[Topology],
+    model_bytes: float = 1.0,
+    workers_per_node: int | None = None,
+) -> GraphTable:
+    """Returns what each topology is worth and costs, per step, one row each.
+
+    Args:
+      topologies: the topologies.
+      model_bytes: size of the mixed leaves in bytes; 1 counts models.
+      workers_per_node: as in `traffic`.
+
+    Raises:
+      ValueError: if `workers_per_node` does not divide a number of workers.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> graphs = [topology.ring(8), topology.base_k(6, 1)]
+      >>> [row.exact_after for row in analysis.compare(graphs)]
+      [None, 4]
+    """
+    rows = (_graph_row(one, model_bytes, workers_per_node) for one in topologies)
+    return GraphTable(rows)
+
+
+def plot(topologies: Sequence[Topology], num_steps: int | None = None) -> Any:
+    """Draws the consensus distance by exchange; returns matplotlib's axes.
+
+    Args:
+      topologies: the topologies.
+      num_steps: number of exchanges; by default three of the longest periods, and at
+        least 20.
+
+    Raises:
+      ModuleNotFoundError: without matplotlib, which is no requirement of this package.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> axes = analysis.plot([topology.ring(8), topology.hypercube(8)])
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a figure needs matplotlib: pip install matplotlib"
+        ) from error
+    longest = max((one.period for one in topologies), default=1)
+    steps = np.arange((num_steps or max(20, 3 * longest)) + 1)
+    axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
+    for one in topologies:
+        curve = consensus_curve(one, int(steps[-1]))
+        # An exact mean ends the curve: a logarithm has no place for it.
+        axes.plot(steps, np.where(curve > 0, curve, math.nan), ".-", label=one.name)
+    axes.set(yscale="log", xlabel="exchange", ylabel="consensus distance")
+    axes.legend()
+    return axes
+
+
+def _graph_row(
+    topology: Topology, model_bytes: float, workers_per_node: int | None
+) -> GraphRow:
+    sent, period = traffic(topology, model_bytes, workers_per_node), topology.period
+    diameter = _diameter(topology)
+    return GraphRow(
+        topology.name,
+        topology.num_workers,
+        period,
+        diameter is not None,
+        1 - (1 - spectral_gap(topology)) ** (1 / period),
+        consensus_factor(topology) ** (1 / period),
+        exact_after(topology),
+        diameter,
+        float(np.mean([one.messages.mean() for one in sent])),
+        float(np.mean([one.worker_bytes.mean() for one in sent])),
+        float(max(one.node_bytes.max() for one in sent)),
+    )
+
+
+def _diameter(topology: Topology) -> int | None:
+    """The number of exchanges until each worker has heard from each other."""
+    heard, known = np.eye(topology.num_workers), -1
+    for step in range(topology.period * topology.num_workers + 1):
+        if heard.all():
+            return step
+        if step % topology.period == 0:
+            if heard.sum() == known:
+                break  # Nothing new in a period, so never.
+            known = heard.sum()
+        heard = (apply(topology[step], heard) > 0).astype(float)
+    return None
+
+
 def _period_product(topology: Topology) -> np.ndarray:
     check_topology(topology)
     product = np.eye(topology.num_workers)
@@ -217,3 +437,7 @@ def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:
     # sends to 1, 2 to 3, 1 to 0 and 3 to 2.
     receivers = np.roll(groups, -1, axis=0).ravel()
     return Transfer(groups, groups.ravel(), receivers, part, rounds)
+
+
+def __dir__() -> list[str]:
+    return names_of(__name__)

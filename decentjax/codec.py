@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from decentjax._collectives import AxisName, permute, sum_dtype, varying_as
 from decentjax._joining import in_joined
+from decentjax._names import names_of
 from decentjax._slices import by_compiler, on_own_slice, over_shards, specs_of
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
@@ -621,3 +622,7 @@ def _scaled(levels: jax.Array, scales: jax.Array, block: int) -> jax.Array:
 def _check_block(block: int) -> None:
     if block < 1:
         raise ValueError(f"a block needs at least 1 number, got {block}")
+
+
+def __dir__() -> list[str]:
+    return names_of(__name__)

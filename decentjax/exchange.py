@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from decentjax._birkhoff import edge_colouring
+from decentjax._drawing import MOST_DRAWN, MOST_WORKERS, DrawnExchange, draw_exchanges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +150,11 @@ class Exchange:
         return self.between.size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Topology:
     """Exchanges, taken in turn: a step uses `topology[step]`.
+
+    It prints in one line, and draws itself in a notebook, or by `to_svg`.
 
     Args:
       name: name to print.
@@ -164,6 +167,8 @@ class Topology:
       ('one_peer_ring', 4, 2)
       >>> graph[3] == graph[1]
       True
+      >>> graph
+      <Topology one_peer_ring: 4 workers, 1 peer each, period 2>
     """
 
     name: str
@@ -176,7 +181,8 @@ class Topology:
         kinds = {type(exchange).__name__ for exchange in self.exchanges} - {"Exchange"}
         if kinds:
             raise TypeError(
-                f"a Topology consists of Exchanges, got {', '.join(sorted(kinds))}"
+                f"a Topology consists of Exchanges, got {', '.join(sorted(kinds))}; of "
+                "a topology take those, such as graph[0]"
             )
         sizes = {exchange.num_workers for exchange in self.exchanges}
         if len(sizes) != 1:
@@ -199,6 +205,53 @@ class Topology:
 
     def __iter__(self) -> Iterator[Exchange]:
         return iter(self.exchanges)
+
+    def __len__(self) -> int:
+        return self.period
+
+    def __repr__(self) -> str:
+        counts = {count for one in self for count in peer_counts(one)}
+        peers = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        words = [f"{self.num_workers} worker{'s' * (self.num_workers > 1)}"]
+        words.append(f"{peers} peer{'s' * (counts != {1})} each")
+        words += [f"period {self.period}"] if self.period > 1 else []
+        return f"<Topology {self.name}: {', '.join(words)}>"
+
+    def to_svg(self) -> str:
+        """Returns a drawing of the first exchanges.
+
+        Raises:
+          ValueError: if it has more workers than can be drawn.
+
+        Examples:
+          >>> from decentjax import topology
+          >>> topology.ring(4).to_svg().startswith("<svg")
+          True
+        """
+        if self.num_workers > MOST_WORKERS:
+            raise ValueError(
+                f"{self.num_workers} workers are too many to draw: at most "
+                f"{MOST_WORKERS}, so draw a smaller graph of this kind"
+            )
+        drawn = [
+            DrawnExchange(apply(one, np.eye(self.num_workers)), one.workers_per_node)
+            for one in self.exchanges[:MOST_DRAWN]
+        ]
+        return draw_exchanges(self.name, drawn, self.period)
+
+    def _repr_svg_(self) -> str | None:
+        return self.to_svg() if self.num_workers <= MOST_WORKERS else None
+
+
+def peer_counts(exchange: Exchange) -> set[int]:
+    """Returns from how many peers the workers receive."""
+    between, local = exchange.between, exchange.workers_per_node
+    if isinstance(between, Groups):
+        return {len(between.members[0]) * local - 1}
+    senders, receivers = messages_of(between)
+    counts = np.bincount(receivers, minlength=between.size)
+    del senders
+    return {(count + 1) * local - 1 for count in np.unique(counts).tolist()}
 
 
 def check_topology(topology: Any) -> None:

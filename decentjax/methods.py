@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import optax
 
+from decentjax._names import names_of
 from decentjax.exchange import Topology
 from decentjax.mixing import is_mixed
 from decentjax.rounds import Rounds, blend, replace
@@ -199,3 +200,7 @@ def _sgd(
     if isinstance(momentum, float | int) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     return optax.sgd(learning_rate, momentum, nesterov=nesterov)
+
+
+def __dir__() -> list[str]:
+    return names_of(__name__)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decentjax._names import names_of
 from decentjax.exchange import Exchange, Topology, check_topology, check_whole
 
 Fragment = tuple[int, ...] | None
@@ -308,3 +309,7 @@ def _check_steps(num_steps: int) -> None:
         raise ValueError(
             f"a round needs at least 1 step from one to the next, got {num_steps}"
         )
+
+
+def __dir__() -> list[str]:
+    return names_of(__name__)

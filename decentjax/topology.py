@@ -12,6 +12,7 @@ import numpy as np
 
 from decentjax._base_k import Edges, base_k_rounds
 from decentjax._birkhoff import birkhoff
+from decentjax._names import names_of
 
 # "as" re-exports a name for type checkers.
 from decentjax.exchange import Exchange as Exchange
@@ -149,7 +150,7 @@ def k_peer_exponential(num_workers: int, degree: int) -> Topology:
 def hypercube(num_workers: int) -> Topology:
     """Swaps with the worker whose number differs in bit 0, 1, 2, ..., 1/2 each.
 
-    Exact after log2(N) exchanges. N must be a power of two.
+    Exact after log2(N) exchanges. N must be a power of two; `base_k` takes any.
 
     Examples:
       >>> from decentjax import topology
@@ -457,6 +458,108 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
     return _topology(name, _from_matrix(np.asarray(matrix, np.float64)))
 
 
+def from_matrices(
+    matrices: Iterable[np.ndarray | Sequence], name: str = "from_matrices"
+) -> Topology:
+    """The topology whose exchanges have the given mixing matrices, in turn.
+
+    Args:
+      matrices: matrices as of `from_matrix`, such as a float array [period, N, N].
+      name: name to print.
+
+    Raises:
+      ValueError: if a matrix is not doubly stochastic, or there is none.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> swap, keep = [[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0, 1]]
+      >>> topology.from_matrices([swap, keep])
+      <Topology from_matrices: 2 workers, 0 to 1 peers each, period 2>
+    """
+    graphs = [from_matrix(one) for one in matrices]
+    if not graphs:
+        raise ValueError("a topology has at least one exchange, got no matrix")
+    return Topology(name, tuple(graph[0] for graph in graphs))
+
+
+def from_edges(
+    edges: Iterable[tuple[int, int]],
+    num_workers: int | None = None,
+    name: str = "from_edges",
+) -> Topology:
+    """The topology of an undirected graph, with Metropolis weights.
+
+    `W[i, j] = 1 / (1 + max(d_i, d_j))` for each edge, with the number of edges d_i of
+    worker i, and `W[i, i] = 1 - sum_j W[i, j]`.
+
+    Args:
+      edges: pairs of workers, in any order, such as the `edges` of a graph of networkx;
+        duplicates count once.
+      num_workers: N; by default one more than the largest number.
+      name: name to print.
+
+    Raises:
+      ValueError: if a worker is not from 0 to N - 1, or is its own peer.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> path = topology.from_edges([(0, 1), (1, 2)])
+      >>> print(topology.matrices(path)[0].round(2))
+      [[0.67 0.33 0.  ]
+       [0.33 0.33 0.33]
+       [0.   0.33 0.67]]
+
+    Source: Xiao, Boyd and Lall (2005), A scheme for robust distributed sensor fusion
+    based on average consensus; for Metropolis et al. (1953).
+    """
+    pairs = sorted({(min(i, j), max(i, j)) for i, j in edges})
+    if num_workers is None:
+        num_workers = 1 + max((j for _, j in pairs), default=0)
+    _check_positive(num_workers)
+    for i, j in pairs:
+        if not 0 <= i < j < num_workers:
+            raise ValueError(
+                f"an edge joins two different workers from 0 to {num_workers - 1}, got "
+                f"({i}, {j})"
+            )
+    degrees = np.bincount(np.array(pairs, int).ravel(), minlength=num_workers)
+    weighted = [(i, j, 1 / (1 + max(degrees[i], degrees[j]))) for i, j in pairs]
+    return _topology(name, _from_edges(num_workers, weighted))
+
+
+def from_adjacency(
+    adjacency: np.ndarray | Sequence, name: str = "from_adjacency"
+) -> Topology:
+    """The topology of an undirected graph, with Metropolis weights, see `from_edges`.
+
+    Args:
+      adjacency: [N, N], symmetric: i and j are peers where it is not zero. Its diagonal
+        does not count.
+      name: name to print.
+
+    Raises:
+      ValueError: if it is not square, or not symmetric.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> graph = topology.from_adjacency([[0, 1, 1], [1, 0, 1], [1, 1, 0]])
+      >>> graph == topology.from_edges([(0, 1), (1, 2), (0, 2)], name=graph.name)
+      True
+    """
+    joined = np.asarray(adjacency) != 0
+    if joined.ndim != 2 or len(joined) != len(joined.T) or not joined.size:
+        raise ValueError(f"an adjacency must be square, got shape {joined.shape}")
+    one_way = np.argwhere(joined & ~joined.T)
+    if len(one_way):
+        i, j = one_way[0].tolist()
+        raise ValueError(
+            f"an adjacency must be symmetric, got an edge at [{i}, {j}] and none at "
+            f"[{j}, {i}]: directed graphs need weights of their own, see from_matrix"
+        )
+    edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(joined, 1))]
+    return from_edges(edges, len(joined), name)
+
+
 def damped(topology: Topology, factor: float) -> Topology:
     """Damps every exchange: W becomes (1 - factor) I + factor W.
 
@@ -633,4 +736,11 @@ def _check_positive(num_workers: int) -> None:
 def _check_power_of_two(name: str, argument: str, number: int) -> None:
     check_whole(argument, number)
     if number < 1 or number & (number - 1):
-        raise ValueError(f"{name} needs {argument} to be a power of two, got {number}")
+        raise ValueError(
+            f"{name} needs {argument} to be a power of two, got {number}: base_k takes "
+            "any number of workers"
+        )
+
+
+def __dir__() -> list[str]:
+    return names_of(__name__)

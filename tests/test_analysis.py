@@ -8,8 +8,11 @@ import pytest
 
 from decentjax import topology
 from decentjax.analysis import (
+    compare,
+    consensus_curve,
     consensus_factor,
     exact_after,
+    plot,
     spectral_gap,
     stages,
     traffic,
@@ -364,3 +367,65 @@ def test_what_100_000_workers_send_needs_no_matrix_of_them():
     (sent,) = stages(topology.ring(100_000).exchanges[0])
     assert sent.groups.shape == (2, 2 * 100_000)
     assert set((sent.receivers - sent.senders)[2:-2].tolist()) == {1, -1}
+
+
+def test_a_comparison_has_each_number_per_step(tmp_path):
+    graphs = [topology.ring(8), topology.one_peer_exponential(8), topology.alone(3)]
+    table = compare(graphs, MODEL)
+    for row, graph in zip(table, graphs, strict=True):
+        period = graph.period
+        assert (row.name, row.num_workers) == (graph.name, graph.num_workers)
+        assert row.period == period
+        assert row.factor == pytest.approx(consensus_factor(graph) ** (1 / period))
+        assert row.gap == pytest.approx(1 - (1 - spectral_gap(graph)) ** (1 / period))
+        assert row.exact_after == exact_after(graph)
+        sent = traffic(graph, MODEL)
+        assert row.worker_bytes == np.mean([x.worker_bytes for x in sent])
+        assert row.link_bytes == max(x.node_bytes.max() for x in sent)
+        assert row.messages == np.mean([x.messages for x in sent])
+    assert [row.connected for row in table] == [True, True, False]
+    assert str(table).endswith("alone: not connected, so its models never agree.")
+    assert len(str(table).splitlines()) == 1 + 3 + 1
+    assert "<td>ring</td>" in table._repr_html_()
+    table.to_csv(tmp_path / "graphs.csv")
+    head, first, *rest = (tmp_path / "graphs.csv").read_text().splitlines()
+    assert head.startswith("name,num_workers,period,connected,gap")
+    assert first.startswith("ring,8,1,True,0.19")
+    assert len(rest) == 2
+    four = compare(graphs[:2], MODEL, workers_per_node=4)
+    assert four[1].link_bytes == 4 * MODEL
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8, 11])
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_a_diameter_is_the_longest_of_the_shortest_paths(num_workers, share):
+    draw = np.random.default_rng(num_workers)
+    upper = np.triu(draw.uniform(size=(num_workers,) * 2) < share, 1)
+    graph = topology.from_adjacency(upper | upper.T)
+    # Floyd and Warshall.
+    far = np.where(upper | upper.T, 1.0, np.inf)
+    np.fill_diagonal(far, 0)
+    for k in range(num_workers):
+        far = np.minimum(far, far[:, [k]] + far[[k]])
+    (row,) = compare([graph])
+    assert row.diameter == (None if np.isinf(far).any() else far.max())
+    assert row.connected == np.isfinite(far).all()
+    assert spectral_gap(graph) >= 0
+
+
+def test_a_sequence_is_as_wide_as_its_exchanges_together():
+    swaps = topology.one_peer_ring(6)
+    rows = compare([swaps, topology.one_peer_exponential(8), topology.hypercube(8)])
+    assert [row.diameter for row in rows] == [6 // 2, 3, 3]
+
+
+def test_a_curve_falls_by_the_factor_of_the_graph():
+    graph = topology.ring(5)
+    curve = consensus_curve(graph, 40)
+    assert curve[0] == 1
+    assert curve[-1] / curve[-2] == pytest.approx(consensus_factor(graph))
+    np.testing.assert_array_equal(consensus_curve(topology.complete(4), 2), [1, 0, 0])
+    np.testing.assert_array_equal(consensus_curve(topology.complete(1), 2), [0, 0, 0])
+    axes = plot([graph, topology.hypercube(8)])
+    assert [line.get_label() for line in axes.lines] == ["ring", "hypercube"]
+    assert len(axes.lines[0].get_xdata()) == 21

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, get_args
+from xml.etree import ElementTree
 
 import numpy as np
 import oracles
@@ -906,3 +907,113 @@ def test_topologies_and_their_costs_import_no_jax():
     run = [sys.executable, "-c", program]
     result = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
     assert (result.stdout, result.stderr) == ("False\n", "")
+
+
+def random_edges(num_workers, share, seed):
+    draw = np.random.default_rng(seed)
+    upper = np.triu(draw.uniform(size=(num_workers, num_workers)) < share, 1)
+    return [(int(i), int(j)) for i, j in np.argwhere(upper)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8, 11])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_edges_have_metropolis_weights(num_workers, share):
+    edges = random_edges(num_workers, share, num_workers)
+    graph = topology.from_edges(edges, num_workers)
+    wanted, degrees = np.zeros((num_workers,) * 2), np.zeros(num_workers)
+    for i, j in edges:
+        degrees[i] += 1
+        degrees[j] += 1
+    for i, j in edges:
+        wanted[i, j] = wanted[j, i] = 1 / (1 + max(degrees[i], degrees[j]))
+    wanted += np.diag(1 - wanted.sum(1))
+    np.testing.assert_allclose(topology.matrices(graph), [wanted], atol=1e-12)
+    turned = [(j, i) for i, j in edges] + edges
+    assert topology.from_edges(turned, num_workers) == graph
+    adjacency = np.zeros((num_workers,) * 2)
+    for i, j in edges:
+        adjacency[i, j] = adjacency[j, i] = 2.5
+    np.fill_diagonal(adjacency, 1)
+    assert topology.from_adjacency(adjacency, "from_edges") == graph
+
+
+def test_a_graph_has_as_many_workers_as_its_largest_number_says():
+    assert topology.from_edges([(4, 0)]).num_workers == 5
+    assert topology.from_edges([]).num_workers == 1
+    # All with all are a mean, in one collective.
+    every = topology.from_edges(random_edges(5, 2.0, 0), name="complete")
+    assert every == topology.complete(5)
+
+
+def test_matrices_are_taken_in_turn():
+    made = topology.one_peer_ring(6)
+    again = topology.from_matrices(topology.matrices(made), name="again")
+    np.testing.assert_allclose(
+        topology.matrices(again), topology.matrices(made), atol=1e-12
+    )
+    assert (again.name, again.period, len(again)) == ("again", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: topology.from_edges([(0, 0)]), r"two different workers .*\(0, 0\)"),
+        (lambda: topology.from_edges([(0, 5)], 3), r"from 0 to 2, got \(0, 5\)"),
+        (lambda: topology.from_edges([(-1, 2)]), r"from 0 to 2, got \(-1, 2\)"),
+        (lambda: topology.from_adjacency([[0, 1], [0, 0]]), "symmetric, .* from_matr"),
+        (lambda: topology.from_adjacency([[0, 1]]), r"square, got shape \(1, 2\)"),
+        (lambda: topology.from_matrices([]), "at least one exchange, got no matrix"),
+        (lambda: topology.from_matrices([[[1, 1]]]), "must be square"),
+        (lambda: topology.hypercube(6), "base_k takes any number of workers"),
+        (lambda: topology.complete(65).to_svg(), "65 workers are too many to draw"),
+    ],
+)
+def test_a_graph_that_cannot_be_says_what_to_do(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (topology.torus(100), "torus: 100 workers, 4 peers each"),
+        (topology.base_k(6, 1), "base_k: 6 workers, 0 to 1 peers each, period 4"),
+        (topology.alone(1), "alone: 1 worker, 0 peers each"),
+        (topology.star(5), "star: 5 workers, 1 to 4 peers each"),
+        (
+            topology.hierarchical(8, 2, topology.ring),
+            "hierarchical(ring): 8 workers, 5 peers each",
+        ),
+    ],
+)
+def test_a_topology_prints_in_one_line(graph, words):
+    assert repr(graph) == str(graph) == f"<Topology {words}>"
+    assert len(graph) == graph.period
+    # As many peers as a row of W has.
+    peers = {
+        int((row > 0).sum() - (row[i] > 0))
+        for matrix in topology.matrices(graph)
+        for i, row in enumerate(matrix)
+    }
+    assert f" {min(peers)} " in repr(graph)
+    assert f" {max(peers)} peer" in repr(graph)
+
+
+def test_a_topology_draws_itself():
+    one_way = topology.one_peer_exponential(5).to_svg()
+    assert one_way.count("<line") == one_way.count("url(#to)") == 3 * 5
+    assert "1 of 3" in one_way
+    assert ElementTree.fromstring(one_way).tag.endswith("svg")
+    assert "url(#to)" not in topology.ring(5).to_svg()
+    # No more exchanges than one can look at.
+    many = topology.random_matching(4, 20, 0)
+    assert many._repr_svg_().count("<g ") == 8
+    assert topology.complete(100)._repr_svg_() is None
+    named = topology.from_edges([(0, 1)], name="a<b").to_svg()
+    assert "a&lt;b" in named
+
+
+def test_a_shell_sees_graphs_and_nothing_else():
+    names = dir(topology)
+    assert {"ring", "from_edges", "matrices"} <= set(names)
+    assert not {"np", "Callable", "dataclasses", "apply", "TOLERANCE"} & set(names)

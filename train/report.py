@@ -31,7 +31,6 @@ from train.figures.run_figure import (
     draw_losses,
     draw_mixed,
     draw_throughput,
-    draw_topology,
 )
 from train.figures.timeline_figure import draw_timelines
 from train.plain_files import write_whole
@@ -40,7 +39,6 @@ from train.store.folder import check_links
 from train.store.log import PER_SECOND
 from train.store.timeline import median_step_seconds, middle_steps, write_trace
 
-MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
 # The facts of run.json that the page shows.
 SETUP = ("command", "began", "parameters", "workers", "nodes", "processes", "algorithm")
@@ -167,9 +165,8 @@ def _has_graph(run: History) -> bool:
 def _topology_section(run: History, trust: Sequence[str]) -> Section:
     topology = run.topology(trust)
     title = f"Topology of {run.name}: {topology.name}"
-    # Numbers of more workers would cover each other.
-    drawable = topology.num_workers <= MAX_DRAWN_WORKERS
-    figure = draw_topology(topology) if drawable else None
+    # None of more workers than can be drawn.
+    figure = topology._repr_svg_()
     return Section(title, figure, _topology_facts(topology))
 
 

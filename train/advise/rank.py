@@ -12,13 +12,15 @@ from decentjax import Topology, analysis
 from decentjax import topology as topologies
 from train.advise.setting import Overlap, Setting
 from train.config import TopologyConfig, WorkersConfig
-from train.config.graph import MOST_WORKERS
+from train.config.graph import MOST_WORKERS, graph_names
 from train.fields import place_of
 from train.network import duration
 
 MOST_FOR_CONSENSUS = 1024  # It is the norm of an N x N matrix.
 WORTH = 1.05  # Smallest speed-up for which decentralized training is advised.
 AS_FAST = 1.02  # Topologies within that factor of the fastest: consensus decides.
+# Numbers of peers, where the default would repeat another graph.
+DEGREES = {"base_k": 1, "ring_lattice": 4}
 # A config has a topology too, which must fit the workers; this one fits any.
 ALL_REDUCE = "--step.algorithm all_reduce --topology.name complete"
 
@@ -152,17 +154,10 @@ def compare(
 
 def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
     """Returns the topologies to compare, whether they fit the workers or not."""
+    # Of "alone" models never agree.
+    names = set(graph_names()) - {"alone", "hierarchical"}
     configs = [
-        TopologyConfig(name="ring"),
-        TopologyConfig(name="one_peer_ring"),
-        TopologyConfig(name="torus"),
-        TopologyConfig(name="exponential"),
-        TopologyConfig(name="one_peer_exponential"),
-        TopologyConfig(name="hypercube"),
-        TopologyConfig(name="base_k", degree=1),
-        TopologyConfig(name="butterfly_groups"),
-        TopologyConfig(name="complete"),
-        TopologyConfig(name="alternating_exponential_ring"),
+        TopologyConfig(name=name, degree=DEGREES.get(name, 2)) for name in sorted(names)
     ]
     if 1 < workers_per_node < num_workers:
         between = "one_peer_ring", "one_peer_exponential", "complete"

@@ -13,7 +13,7 @@ MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
 MOST_EXCHANGES = 2**14  # A topology has one after the other, in memory.
 
 
-def _graphs() -> tuple[str, ...]:
+def graph_names() -> tuple[str, ...]:
     """The functions of `decentjax.topology` from a number of workers to a topology."""
     graph = {"num_workers": int, "return": Topology}.items()
     functions = filter(inspect.isfunction, vars(topologies).values())
@@ -23,7 +23,7 @@ def _graphs() -> tuple[str, ...]:
 if TYPE_CHECKING:
     TopologyName = str  # A type checker cannot call a function for the names.
 else:
-    TopologyName = Literal[_graphs()]
+    TopologyName = Literal[graph_names()]
 
 
 @checked

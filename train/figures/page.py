@@ -19,16 +19,18 @@ class Section:
 
     Args:
       title: heading, plain text.
-      figure: figure below the heading, if any.
+      figure: figure below the heading, if any, or its SVG.
       text: HTML below the figure.
     """
 
     title: str
-    figure: Figure | None
+    figure: Figure | str | None
     text: str = ""
 
     @functools.cached_property
     def svg(self) -> bytes | None:
+        if isinstance(self.figure, str):
+            return self.figure.encode()
         return None if self.figure is None else to_svg(self.figure)
 
     def html(self) -> str:

@@ -1,6 +1,5 @@
 """Figures of runs: losses, scores, throughput, and who hears from whom."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from decentjax.topology import Exchange, Topology, matrices
 from train.cli.tables import words
 from train.figures.style import grid
 from train.run.history import History
@@ -19,7 +17,6 @@ from train.store.log import PER_SECOND
 X_AXES = {"step": "step", "seconds": "time [s]"}
 # Among the scores of runs that count them.
 MORE_AXES = {"environment_steps": "environment steps per worker"}
-MAX_DRAWN_EXCHANGES = 6  # More would be too small on a page.
 
 
 def draw_losses(runs: Sequence[History]) -> Figure:
@@ -76,40 +73,6 @@ def draw_mixed(runs: Sequence[History]) -> Figure:
     return figure
 
 
-def draw_topology(topology: Topology) -> Figure:
-    """Draws the first exchanges of a topology side by side."""
-    num_drawn = min(topology.period, MAX_DRAWN_EXCHANGES)
-    figure, axes = grid(1, num_drawn, 2.6 * num_drawn, 2.8)
-    for step, axis in enumerate(axes[0]):
-        draw_exchange(axis, topology[step])
-        axis.set_title(f"exchange {step + 1} of {topology.period}")
-    return figure
-
-
-def draw_exchange(axes: Axes, exchange: Exchange) -> None:
-    """Draws who hears from whom: workers on a circle, nodes side by side."""
-    places = _places(exchange)
-    # W[i, j] is the weight of j's model in i's: an edge is drawn once, by the larger.
-    matrix = matrices(Topology("", (exchange,)))[0]
-    for i, j in itertools.combinations(range(exchange.num_workers), 2):
-        weight = max(matrix[i, j], matrix[j, i])
-        if weight > 0:
-            same_node = i // exchange.workers_per_node == j // exchange.workers_per_node
-            inside = same_node and exchange.workers_per_node > 1
-            axes.plot(
-                *zip(places[i], places[j], strict=True),
-                color="0.7" if inside else "tab:blue",
-                linewidth=0.5 + 3 * weight,
-                zorder=1,
-            )
-    axes.scatter(*zip(*places, strict=True), s=60, color="black", zorder=2)
-    for number, (x, y) in enumerate(places):
-        axes.text(x, y, str(number), color="white", size=6, ha="center", va="center")
-    axes.set_aspect("equal")
-    axes.margins(0.15)
-    axes.axis("off")
-
-
 def _by_step_and_time(
     runs: Sequence[History],
     draw: Callable[[Axes, History, str, str], None],
@@ -155,23 +118,6 @@ def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
         unit = " [%]"
         axis.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
     axis.set_ylabel(f"held-out {words(name)}{unit} (band: workers)")
-
-
-def _places(exchange: Exchange) -> list[tuple[float, float]]:
-    """Workers around their node's centre, nodes around the origin."""
-    nodes, local = exchange.num_nodes, exchange.workers_per_node
-    centres = _circle(nodes, radius=1.0)
-    if local == 1:
-        return centres
-    # Half the distance of two centres is sin(pi / nodes): at 0.6 of it no nodes meet.
-    spread = _circle(local, radius=0.6 * math.sin(math.pi / max(nodes, 2)))
-    return [(x + dx, y + dy) for x, y in centres for dx, dy in spread]
-
-
-def _circle(count: int, radius: float) -> list[tuple[float, float]]:
-    # From the top, clockwise.
-    angles = (math.pi / 2 - 2 * math.pi * k / count for k in range(count))
-    return [(radius * math.cos(a), radius * math.sin(a)) for a in angles]
 
 
 def running_mean(values: list[float]) -> list[float]:

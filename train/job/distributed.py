@@ -125,7 +125,7 @@ def meet(config: Config) -> list[str]:
     topology = config.topology.build(config.workers)
     own = {
         "config": fields,
-        "topology": hashlib.sha256(repr(topology).encode()).hexdigest()[:12],
+        "topology": hashlib.sha256(repr(topology.exchanges).encode()).hexdigest()[:12],
         "versions": {
             "python": platform.python_version(),
             "decentjax": decentjax.__version__,
