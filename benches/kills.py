@@ -249,15 +249,18 @@ def _watch(
     first = _used(folder, count, are_peers)
     times, losses, kills, backs = [], [], 0, []
     away: dict[int, tuple[float, float]] = {}
-    due = math.inf
+    dues = iter(())
     if chance is not None:
-        due = began + chance.expovariate(1 / bench.kill_every)
+        # One in each such time, at a random moment of it.
+        slots = range(round(bench.seconds / bench.kill_every))
+        dues = iter([(k + chance.random()) * bench.kill_every for k in slots])
+    due = began + next(dues, math.inf)
     while (now := time.monotonic()) < began + bench.seconds:
         if now >= due and chance is not None:
             number = chance.randrange(count)
             away[number] = now, _newest(folder, count, are_peers)[number]
             workers.kill(number)
-            kills, due = kills + 1, now + chance.expovariate(1 / bench.kill_every)
+            kills, due = kills + 1, began + next(dues, math.inf)
         workers.look()
         newest = _newest(folder, count, are_peers)
         for number, (since, step) in list(away.items()):

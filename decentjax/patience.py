@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-MEASURED_FIRST, MEASURED_EVERY = 4, 16  # Exchanges that wait as long as they may.
+MEASURED_FIRST, MEASURED_EVERY = 2, 16  # Exchanges that wait as long as they may.
 FIRST_SECONDS = 1.0  # While no time between exchanges is known.
 KEPT = 16  # Measured exchanges.
 PERIODS = 8  # Between exchanges, of which the median counts.

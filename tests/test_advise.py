@@ -274,7 +274,13 @@ def test_a_topology_fits_or_it_is_said_why_not(num_workers, workers_per_node):
 
 
 ANY_NUMBER = {
-    *("base_k", "complete", "exponential", "k_peer_exponential", "one_peer_exponential"),
+    *(
+        "base_k",
+        "complete",
+        "exponential",
+        "k_peer_exponential",
+        "one_peer_exponential",
+    ),
     *("random_matching", "ring", "ring_lattice", "star"),
 }
 

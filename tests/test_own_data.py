@@ -159,10 +159,7 @@ NO_TEXT = "the column 'n' must be of text, got Value"
             "the class blue has one image",
         ),
         (lambda x: folder_task(unknown(x)), "/validation has the class blue, and "),
-        (
-            lambda x: folder_task(paint(x, red=2, blue=2), 1),
-            "have 2 classes, .* model 1",
-        ),
+        (lambda x: images_of_hub(x, 1), "have 2 classes, .* model 1"),
         (
             lambda x: text_task(
                 save(x / "a", {"text": TEXTS}, text=STRING), column="t"
@@ -204,6 +201,28 @@ def test_data_that_does_not_fit_is_said_before_it_compiles(
     monkeypatch.setattr(setup, "build_state", None)
     with pytest.raises((ValueError, OSError), match=words):
         train(of(task), tmp_path / "run")
+
+
+def images_of_hub(folder: Path, num_classes: int) -> HubImagesTask:
+    files = sorted(map(str, paint(folder / "images", red=2, blue=2).rglob("*.*")))
+    data = save(
+        folder / "a",
+        {"image": files, "label": [0, 1, 0, 1]},
+        image=datasets.Image(),
+        label=datasets.ClassLabel(names=["blue", "red"]),
+    )
+    net = dataclasses.replace(NET, num_classes=num_classes)
+    return HubImagesTask(data=data, model=net, size=8)
+
+
+def test_a_model_knows_the_classes_of_its_folder(tmp_path):
+    folder = paint(tmp_path, red=2, blue=2, green=2)
+    shapes = {}
+    for count in (1, 3, 5):
+        task = build_task(folder_task(folder, count))
+        params, _ = jax.eval_shape(task.init, jax.random.key(0))
+        shapes[count] = jax.tree.map(lambda x: x.shape, params)
+    assert shapes[1] == shapes[3] != shapes[5]
 
 
 def folder_task(folder: Path, num_classes: int = 3) -> ImageFolderTask:

@@ -606,16 +606,16 @@ def waits_of(arrivals, patience=None, period=1.0, count=40):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_it_waits_for_the_time_that_is_worth_most(seed):
-    """By the formula, over the four exchanges that measure first."""
+    """By the formula, over the two exchanges that measure first."""
     draw = np.random.default_rng(seed)
-    known = draw.exponential([0.02, 0.02, 0.1], (4, 3))
+    known = draw.exponential([0.02, 0.02, 0.02, 0.02, 0.1], (2, 5))
     known[draw.uniform(size=known.shape) < 0.2] = math.inf
     waits = Waits(AutoPatience(longest=100.0, share=100.0))
     for step, arrivals in enumerate(known):
         waits.begin(float(step))
         assert waits.measures
         waits.add(arrivals.tolist())
-    found = waits.begin(4.0)
+    found = waits.begin(2.0)
     assert not waits.measures
 
     def worth(wait):
@@ -630,7 +630,7 @@ def test_a_patience_adapts_to_when_models_come():
     draw = np.random.default_rng(0)
     # All about as fast: it waits for most.
     jitter = waits_of(lambda _: abs(draw.normal(0.02, 0.005, 3)))
-    assert all(0.025 < wait <= 0.1 for wait in jitter)
+    assert all(0.02 < wait <= 0.1 for wait in jitter)
     # One straggler of three: it is not awaited.
     late = waits_of(lambda _: [0.001, 0.001, 0.5])
     assert max(late) < 0.01

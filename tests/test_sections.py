@@ -11,7 +11,7 @@ from decentjax.gossip import AutoPatience
 from train.__main__ import main
 from train.cli.config_json import from_defaults, from_fields, to_json
 from train.cli.old_config import upgraded
-from train.cli.sections import KINDS, kind_of, take_sections
+from train.cli.sections import KINDS, full_name, kind_of, take_sections
 from train.config import (
     DistributedConfig,
     GroupExchange,
@@ -21,6 +21,7 @@ from train.config import (
     StepConfig,
     TopologyConfig,
 )
+from train.run.resume import with_fields
 
 RING = dataclasses.replace(tiny.config, topology=TopologyConfig(name="ring"))
 PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
@@ -48,6 +49,39 @@ def test_a_name_gives_a_section_its_kind_and_its_options():
     # That of the config keeps its fields.
     own = dataclasses.replace(RING, exchange=PeerExchange(patience=3.0))
     assert take_sections(own, ["--exchange", "peers"])[0] == own
+
+
+def test_fields_may_be_called_as_they_are_elsewhere():
+    given = ["--lr", "1e-3", "--optimizer.wd=0.1", "--bs", "7", "--batch_size=8"]
+    config, rest = take_sections(RING, [*given, "--steps", "9", "--seed=--lr"])
+    assert rest == [
+        *("--optimizer.learning-rate", "1e-3", "--optimizer.weight-decay=0.1"),
+        *("--step.batch-per-worker", "7", "--step.batch-per-worker=8"),
+        *("--num-steps", "9", "--seed=--lr"),
+    ]
+    assert full_name("step.lr") == "step.lr"  # No field of that section.
+    changed = with_fields(RING, {"lr": "0.5", "bs": "3"}, "--vary")
+    assert changed.optimizer.learning_rate == 0.5
+    assert changed.step.batch_per_worker == 3
+    assert config == dataclasses.replace(RING, optimizer=config.optimizer)
+
+
+def test_a_short_run_has_a_short_warm_up():
+    optimizer = dataclasses.replace(RING.optimizer, warmup_steps=50)
+    long = dataclasses.replace(RING, num_steps=100, optimizer=optimizer)
+    for options, warmup in [
+        (["--num-steps", "10"], 5),
+        (["--num-steps=50"], 25),
+        (["--steps", "1"], 0),
+        (["--num-steps", "51"], 50),
+        (["--num-steps", "10", "--optimizer.warmup-steps", "9"], 50),
+        (["--optimizer.warmup_steps=9", "--num_steps=10"], 50),
+        (["--seed", "10"], 50),
+    ]:
+        assert take_sections(long, options)[0].optimizer.warmup_steps == warmup, options
+    assert long.optimizer.warmup_steps == 50
+    short = with_fields(long, {"num-steps": "10"}, "--change")
+    assert (short.num_steps, short.optimizer.warmup_steps) == (10, 5)
 
 
 @pytest.mark.parametrize(

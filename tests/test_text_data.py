@@ -1,16 +1,34 @@
 """Text as tokens: nanoGPT's files, and how they are made."""
 
+import dataclasses
 import json
 import os
 import pickle
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from train.data import token_files as text_module
-from train.data.token_files import Windows, check_tokens, prepare_text, read_tokens
-from train.data.vocabulary import load_vocabulary, train_vocabulary
+from train.data.token_files import (
+    TextFiles,
+    Windows,
+    check_tokens,
+    is_prepared,
+    prepare_text,
+    read_text_files,
+    read_tokens,
+)
+from train.data.vocabulary import (
+    Bytes,
+    load_vocabulary,
+    train_vocabulary,
+    vocabulary_size,
+)
+from train.models.gpt import GPTConfig
+from train.tasks.task import build_task
+from train.tasks.text import TextTask
 
 DOCUMENTS = [f"Dokument {i}: größer\n\nals {i * i} 😀" for i in range(60)]
 
@@ -77,8 +95,10 @@ def test_the_same_files_give_the_same_bytes(files, tmp_path, monkeypatch):
 
 def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match="61 documents are to train on and 0 are held"):
-        prepare_text([files], out, 280, held_out_share=1e-9)
+    with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.0"):
+        prepare_text([files], out, 280, held_out_share=1.0)
+    with pytest.raises(ValueError, match=r"in 1 files; skipped .*latin\.txt: it"):
+        prepare_text([files / "latin.txt"], out, 280)
     with pytest.raises(FileNotFoundError, match="no file or folder nowhere"):
         prepare_text([files, Path("nowhere")], out, 280)
     with pytest.raises(ValueError, match="at least 257 tokens, got 256"):
@@ -89,6 +109,86 @@ def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     with pytest.raises(FileExistsError, match="already exists"):
         prepare_text([files], out, 280)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out"]
+
+
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
+def test_one_document_is_on_each_side_at_least(share, files):
+    sides = dict.fromkeys((False, True), 0)
+    for _, is_held_out in TextFiles([files], share)(""):
+        sides[is_held_out] += 1
+    # The first document stands twice.
+    assert sorted(sides.values()) in ([1, 60], [2, 59])
+    assert (sides[True] < 3) == (share < 0.5)
+
+
+def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
+    lines = [f"line {i}" for i in range(100)]
+    (tmp_path / "book.txt").write_text("\n".join(lines))
+    (head, no), (tail, yes) = TextFiles([tmp_path], 0.1)("")
+    assert (no, yes) == (False, True)
+    assert f"{head}\n{tail}".split("\n") == lines
+    assert 10 <= len(tail.split("\n")) <= 12
+    (tmp_path / "book.txt").write_text("ab" * 50)
+    assert [len(text) for text, _ in TextFiles([tmp_path], 0.1)("")] == [90, 10]
+
+
+def test_lines_of_json_are_documents(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"text": f"row {i}\n", "id": i} for i in range(9)]
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    found = TextFiles([path], 0.3)
+    assert sorted(text for text, _ in found("")) == [f"row {i}" for i in range(9)]
+    for line, words in [("{", "its line 2 is no JSON"), ("[]", 'line 2 has no "text"')]:
+        (tmp_path / "bad.jsonl").write_text(f"{json.dumps(rows[0])}\n{line}\n")
+        found = TextFiles([tmp_path], 0.3)
+        assert words in found.skipped[str(tmp_path / "bad.jsonl")]
+        assert len([*found("")]) == 9
+
+
+def test_text_is_bytes_with_a_zero_behind_each_document(files, monkeypatch):
+    train, held_out = read_text_files(files, 0.3)
+    texts = [bytes(x).decode().split("\0") for x in (train, held_out)]
+    assert [x.pop() for x in texts] == ["", ""]
+    assert sorted(texts[0] + texts[1]) == sorted([*DOCUMENTS, DOCUMENTS[0]])
+    with pytest.raises(ValueError, match=r"latin\.txt: there is no text in 1 files"):
+        read_text_files(files / "latin.txt", 0.3)
+    monkeypatch.setattr(text_module, "MOST_BYTES", 100)
+    with pytest.raises(ValueError, match=r"prepare text .* --out FOLDER, and"):
+        read_text_files(files, 0.3)
+
+
+def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
+    model = GPTConfig(vocabulary=300, context=8, num_layers=1, num_heads=2, width=8)
+
+    def embedded(folder, vocabulary=300):
+        given = dataclasses.replace(model, vocabulary=vocabulary)
+        task = build_task(TextTask(data=str(folder), model=given))
+        params, _ = jax.eval_shape(task.init, jax.random.key(0))
+        (rows,) = {x.shape[0] for x in jax.tree.leaves(params) if x.shape[0] > 100}
+        return rows, task.headline.name
+
+    assert embedded(files) == (300, "bits_per_byte")
+    assert embedded(files, 64) == (len(Bytes()), "bits_per_byte")
+    assert embedded(files / "three.txt") == (300, "bits_per_byte")
+    made = prepare_text([files], tmp_path / "out", 400, held_out_share=0.3)
+    assert vocabulary_size(tmp_path / "out" / "vocabulary.json") == made.vocabulary
+    assert embedded(tmp_path / "out") == (made.vocabulary, "loss")
+    # Where none is, that of nanoGPT's files is not known.
+    (tmp_path / "out" / "vocabulary.json").write_text("{}")
+    assert embedded(tmp_path / "out") == embedded(tmp_path / "no") == (300, "loss")
+    assert is_prepared(tmp_path / "no")
+    (tmp_path / "empty").mkdir()
+    assert is_prepared(tmp_path / "empty")
+
+
+def test_a_vocabulary_is_by_default_as_large_as_the_text_warrants(tmp_path):
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(map(str, range(60_000))))
+    for bytes_per_token, wanted in ((400, 737), (10**6, 512)):
+        made = TextFiles([tmp_path], 0.01).num_bytes // bytes_per_token
+        assert max(512, made) == pytest.approx(wanted, abs=40)
+    made = prepare_text([tmp_path], tmp_path / "out")
+    assert 257 < made.vocabulary <= 800
+    assert made.held_out_tokens > 0
 
 
 def test_windows_have_the_texts_own_type():

@@ -56,7 +56,8 @@ def test_what_a_worker_took_is_all_but_its_waits():
     with pytest.raises(ValueError, match="of 2 processes"):
         compute_times([*spans[:7], span(1, "wait", 0, 11, 12)], 4, num_workers=2)
     was = recorded([], spans, 4)
-    assert was[:2] == (30.0, 2.5)
+    # 10 to 40 but for 20 to 25, and 11 to 30.
+    assert was[:2] == ((25 + 19) / 2, 2.5)
     assert math.isnan(was.loss)
 
 
@@ -144,8 +145,9 @@ def test_a_run_says_which_setting_would_have_been_best(tmp_path):
     rows = [[x.strip() for x in row.split("|")[1:-1]] for row in text.splitlines()]
     seconds = {row[0]: float(row[2]) for row in rows[2:]}
     assert list(seconds)[:2] == ["the run, as recorded", "the run, simulated"]
-    # Who waits for all takes the steps of the slow one.
-    assert seconds["3"] > 2 * seconds["2"] == 2 * seconds["the run, simulated"]
+    # Who waits for all waits for the step that the slow one is at.
+    assert seconds["3"] > 1.2 * seconds["2"]
+    assert seconds["2"] == seconds["the run, simulated"]
     losses = {row[0]: row[4] for row in rows[2:]}
     assert losses["2"] == losses["the run, simulated"]
     assert (tmp_path / "what_if" / "what_if.svg").exists()

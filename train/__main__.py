@@ -110,8 +110,10 @@ def main(arguments: list[str]) -> None:
 
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
-    default, sinks = load_config(path), own_sinks(path)
-    default, options = take_sections(default, options)
+    loaded, sinks = load_config(path), own_sinks(path)
+    default, options = take_sections(loaded, options)
+    if (warmup := default.optimizer.warmup_steps) < loaded.optimizer.warmup_steps:
+        print(f"--num-steps is short: the warm-up takes {warmup} steps")
     # tyro would only call it an unknown option.
     if "--resume" in options:
         raise ValueError(

@@ -86,7 +86,7 @@ def text(
     *,
     files: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
-    vocabulary: int = 50257,
+    vocabulary: int | None = None,
     tokenizer: Path | None = None,
     held_out_share: float = 0.005,
 ) -> None:
@@ -96,11 +96,13 @@ def text(
 
     Args:
       files: UTF-8 files, or folders of them; a file is one document, or several that
-        <|endoftext|> separates.
+        <|endoftext|> separates; NAME.jsonl has one in each line, under "text".
       out: new folder.
-      vocabulary: largest number of tokens, learned on the files or of the tokenizer.
+      vocabulary: largest number of tokens, learned on the files or of the tokenizer; by
+        default one for each 400 bytes of text, from 512 to 50,257.
       tokenizer: JSON file of a tokenizer, such as GPT-2's, to use instead of learning.
-      held_out_share: share of the documents that go to val.bin.
+      held_out_share: share of the documents that go to val.bin, at least one; of a
+        single document the last part.
     """
     check_folder(out, tokenizer, *files)
     if not files:
@@ -117,6 +119,7 @@ def text(
         print(f"  skipped files    {len(made.skipped):,}")
     for path, reason in made.skipped.items():
         print(f"    {path}: {reason}")
+    print(f"next: decentjax train text --task.data {out}")
 
 
 def imagenet(*, archives: Path, out: Path | None = None) -> None:

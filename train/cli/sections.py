@@ -5,6 +5,7 @@ kind the options that it has.
 """
 
 import copy
+import itertools
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -17,6 +18,15 @@ from train.fields import nearest
 KINDS: dict[str, dict[str, Any]] = {
     "exchange": {kind.name: kind for kind in typing.get_args(Exchange)},
     "policy": {kind.name: kind for kind in typing.get_args(Policy)},
+}
+
+# What fields are called elsewhere, alone or with their section.
+ALIASES = {
+    "lr": "optimizer.learning-rate",
+    "wd": "optimizer.weight-decay",
+    "bs": "step.batch-per-worker",
+    "batch-size": "step.batch-per-worker",
+    "steps": "num-steps",
 }
 
 if typing.TYPE_CHECKING:
@@ -36,21 +46,53 @@ else:
 def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[str]]:
     """Takes the names of sections out of a command line.
 
+    If it has fewer steps than the warm-up that the config has by itself, the config
+    gets a shorter one.
+
     Returns:
       The config with sections of these kinds, not checked as a whole before the other
-      options are read, and these options.
+      options are read, and these options, by the full names of their fields.
 
     Raises:
       ValueError: if there is no such kind.
     """
     chosen, rest = _split(options)
-    changed = copy.copy(config)
+    rest = [_in_full(option) for option in rest]
+    changed = _with_a_shorter_warmup(copy.copy(config), rest)
     for section, name in chosen.items():
         if name != getattr(config, section).name:
             object.__setattr__(changed, section, kind_of(section, name)())
     for option in rest:
         _check_has(changed, option)
     return changed, rest
+
+
+def full_name(field: str) -> str:
+    """The name of a field that may be called as it is elsewhere, such as "lr"."""
+    section, _, last = field.rpartition(".")
+    full = ALIASES.get(last.replace("_", "-"), field)
+    return full if section in ("", full.partition(".")[0]) else field
+
+
+def _in_full(option: str) -> str:
+    if not option.startswith("--"):
+        return option
+    name, equals, value = option.removeprefix("--").partition("=")
+    return f"--{full_name(name)}{equals}{value}"
+
+
+def _with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
+    given: dict[str, str] = {}
+    for option, after in itertools.pairwise([*options, ""]):
+        name, equals, value = option.replace("_", "-").partition("=")
+        given[name] = value if equals else after
+    count = given.get("--num-steps", "")
+    is_own = "--optimizer.warmup-steps" in given or config.optimizer.schedule
+    if count.isdecimal() and int(count) <= config.optimizer.warmup_steps and not is_own:
+        optimizer = copy.copy(config.optimizer)
+        object.__setattr__(optimizer, "warmup_steps", int(count) // 2)
+        object.__setattr__(config, "optimizer", optimizer)
+    return config
 
 
 def _check_has(config: Config, option: str) -> None:

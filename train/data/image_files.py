@@ -62,7 +62,9 @@ def read_image_folder(folder: Path, held_out_share: float) -> Labelled:
       ValueError: if a class has too few images, or there are none.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder of images {folder}")
+        raise FileNotFoundError(
+            f"there is no folder of images {folder}: give yours as --task.data FOLDER"
+        )
     if (folder / "train").is_dir() and (folder / "validation").is_dir():
         train, held_out = (_classes(folder / x) for x in ("train", "validation"))
         if unknown := held_out.keys() - train.keys():

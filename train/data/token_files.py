@@ -1,7 +1,6 @@
 """Text as one sequence of tokens: nanoGPT's train.bin and val.bin."""
 
 import contextlib
-import functools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data.files import as_text, map_array, new_folder, progress
+from train.data.files import as_text, check_new, map_array, new_folder, progress
 from train.data.vocabulary import (
     Vocabulary,
     in_chunks,
@@ -22,6 +21,8 @@ from train.data.vocabulary import (
 SEPARATOR = "<|endoftext|>"
 FILES = ("train.bin", "val.bin")
 DOCUMENTS_AT_ONCE = 256
+MOST_BYTES = 4_000_000_000  # Of a text that is read into memory.
+SIZES, BYTES_PER_TOKEN = (512, 50_257), 400  # Of a vocabulary that is learned.
 
 Documents = Callable[[str], Iterator[tuple[str, bool]]]
 """Maps what is shown as progress to all documents, and whether they are held out."""
@@ -37,7 +38,8 @@ class Windows:
     def __init__(self, text: np.ndarray, length: int):
         if len(text) <= length:
             raise ValueError(
-                f"a window of {length} tokens needs a longer text, got {len(text)}"
+                f"a window of {length} tokens needs a longer text, got {len(text)}: "
+                "set a smaller --task.model.context, or give more text"
             )
         self._text = text
         self._length = length
@@ -69,9 +71,8 @@ def read_tokens(folder: Path) -> Tokens:
     for name in FILES:
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"there is no {folder / name}: make it of text files by "
-                f"`decentjax prepare text FILE ... --vocabulary 50257 --out "
-                f"{folder}`"
+                f"there is no {folder / name}: give text files as --task.data, or make "
+                f"tokens of them by `decentjax prepare text FILE ... --out {folder}`"
             )
     return Tokens(*(map_array(folder / name, np.uint16) for name in FILES))
 
@@ -119,75 +120,150 @@ class Prepared(NamedTuple):
 def prepare_text(
     files: Sequence[Path],
     out: Path,
-    vocabulary: int,
+    vocabulary: int | None = None,
     tokenizer: Path | None = None,
     held_out_share: float = 0.005,
 ) -> Prepared:
     """Writes train.bin, val.bin and vocabulary.json of text files into a new folder.
 
-    A file, which is read as a whole, holds a document, or several separated by
-    <|endoftext|>. A document is written without the empty lines around it, and with
-    that token at its end, as by nanoGPT. Its checksum decides whether it is held out,
-    so that equal documents are on the same side.
+    Each document of `TextFiles` is written with <|endoftext|> at its end, as by
+    nanoGPT.
 
     Args:
-      files: text files, and folders of text files.
+      files: as in `TextFiles`.
       out: new folder.
       vocabulary: largest number of tokens, with <|endoftext|>, of a byte-level BPE
-        learned from the training documents, or of the given tokenizer.
+        learned from the training documents, or of the given tokenizer; None for one
+        token for each 400 bytes of text, from 512 to 50,257, or all of the tokenizer.
       tokenizer: JSON file of a tokenizer to use instead; it must have <|endoftext|>.
-      held_out_share: share of the documents that is held out.
+      held_out_share: as in `TextFiles`.
 
     Raises:
       FileExistsError: if `out` already exists and is not empty.
       FileNotFoundError: if a file does not exist.
-      ValueError: if one side has no document, or the tokenizer does not fit.
+      ValueError: if there is no document, or the tokenizer does not fit.
     """
-    if not 0 < held_out_share < 1:
-        raise ValueError(
-            f"held_out_share must be between 0 and 1, got {held_out_share}"
-        )
-    if tokenizer is None and vocabulary > 2**16:
+    check_new(out)  # First: an error should not cost hours.
+    if tokenizer is None and vocabulary is not None and vocabulary > 2**16:
         raise ValueError(
             f"tokens are kept in 16 bits: a vocabulary has at most {2**16}, got "
             f"{vocabulary}"
         )
-    paths, skipped = _all_files(files), {}
-    documents = functools.partial(_documents, paths, held_out_share, skipped)
+    documents = TextFiles(files, held_out_share)
+    if vocabulary is None:
+        least, most = SIZES
+        vocabulary = max(least, min(most, documents.num_bytes // BYTES_PER_TOKEN))
+        vocabulary = vocabulary if tokenizer is None else 2**16
     with new_folder(out) as unfinished:
         bpe = _vocabulary(documents, vocabulary, tokenizer)
         num_documents, num_tokens = _write(unfinished, documents, bpe)
         bpe.save(unfinished / "vocabulary.json")
-        if 0 in num_documents:
-            left = [f"; skipped {path}: {why}" for path, why in skipped.items()]
-            raise ValueError(
-                f"{num_documents[0]} documents are to train on and {num_documents[1]} "
-                f"are held out, of {len(paths)} files, {len(left)} of them skipped: "
-                f"give more, or another held_out_share than {held_out_share}"
-                + "".join(left[:3])
-            )
     train_tokens, held_out_tokens = num_tokens
     return Prepared(
-        len(bpe), train_tokens, held_out_tokens, sum(num_documents), skipped
+        len(bpe), train_tokens, held_out_tokens, sum(num_documents), documents.skipped
     )
 
 
-def _documents(
-    paths: list[Path], held_out_share: float, skipped: dict[str, str], what: str
-) -> Iterator[tuple[str, bool]]:
-    """All documents, and whether they are held out; adds to the skipped files."""
-    for path in progress(paths, what):
-        try:
-            text = as_text(path.read_bytes(), "it")
-        except (OSError, ValueError) as error:
-            skipped[str(path)] = str(error)
+class TextFiles:
+    """The documents of text files, to train on or held out; read again at each call.
+
+    A file, which is read as a whole, holds a document, or several that <|endoftext|>
+    separates; NAME.jsonl has one in each line, under "text". Empty lines around a
+    document do not count.
+
+    A document's checksum decides whether it is held out, so that equal documents are on
+    the same side. If it would hold out none, or all, one goes to the other side; of a
+    single document the last part is held out.
+
+    Args:
+      files: text files, and folders of text files.
+      held_out_share: share of the documents that is held out.
+
+    Attributes:
+      num_bytes: number of bytes of all documents.
+      skipped: the reason for each file that is unreadable or not UTF-8.
+
+    Raises:
+      FileNotFoundError: if a file does not exist.
+      ValueError: if there is no document, or the share is out of range.
+    """
+
+    def __init__(self, files: Sequence[Path], held_out_share: float):
+        if not 0 < held_out_share < 1:
+            raise ValueError(
+                f"--held-out-share must be between 0 and 1, got {held_out_share}"
+            )
+        self._paths, self._share = _all_files(files), held_out_share
+        self.skipped: dict[str, str] = {}
+        # A checksum is a number below 2^32, as good as uniform.
+        limit = held_out_share * 2**32
+        lowest, highest, counts = 2**32, -1, [0, 0]
+        self.num_bytes = 0
+        for document in self._read("reading"):
+            checksum = _checksum(document)
+            lowest, highest = min(lowest, checksum), max(highest, checksum)
+            counts[checksum < limit] += 1
+            self.num_bytes += len(document.encode())
+        if highest < 0:
+            left = [f"; skipped {path}: {why}" for path, why in self.skipped.items()]
+            raise ValueError(
+                f"there is no text in {len(self._paths)} files{''.join(left[:3])}"
+            )
+        if 0 in counts:
+            limit = lowest + 1 if counts[1] == 0 else highest
+        self._limit = None if lowest == highest else limit
+
+    def __call__(self, what: str) -> Iterator[tuple[str, bool]]:
+        """Yields each document, and whether it is held out.
+
+        Args:
+          what: what is shown as progress.
+        """
+        for document in self._read(what):
+            if self._limit is not None:
+                yield document, _checksum(document) < self._limit
+                continue
+            at = len(document) - max(1, round(self._share * len(document)))
+            # At the end of a line, if there is one.
+            at = 1 + document.rfind("\n", 0, at) or at
+            yield document[:at].rstrip("\r\n"), False
+            yield document[at:], True
+
+    def _read(self, what: str) -> Iterator[str]:
+        for path in progress(self._paths, what):
+            try:
+                documents = _documents(path)
+            except (OSError, ValueError) as error:
+                self.skipped[str(path)] = str(error)
+                continue
+            yield from filter(None, (one.strip("\r\n") for one in documents))
+
+
+def _checksum(document: str) -> int:
+    return zlib.crc32(document.encode())
+
+
+def _documents(path: Path) -> list[str]:
+    """The documents of a file.
+
+    Raises:
+      ValueError: if it is no text in UTF-8, or a line of JSON has no text.
+    """
+    text = as_text(path.read_bytes(), "it")
+    if path.suffix != ".jsonl":
+        return text.split(SEPARATOR)
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
             continue
-        for document in text.split(SEPARATOR):
-            document = document.strip("\r\n")
-            if document:
-                # A checksum is a number below 2^32, as good as uniform.
-                checksum = zlib.crc32(document.encode())
-                yield document, checksum < held_out_share * 2**32
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"its line {number} is no JSON: {error}") from error
+        if not (isinstance(row, dict) and isinstance(row.get("text"), str)):
+            raise ValueError(f'its line {number} has no "text" of a string')
+        found.append(row["text"])
+    return found
 
 
 def _all_files(paths: Sequence[Path]) -> list[Path]:
@@ -198,6 +274,39 @@ def _all_files(paths: Sequence[Path]) -> list[Path]:
         inside = sorted(p for p in path.rglob("*") if p.is_file())
         files += inside if path.is_dir() else [path]
     return files
+
+
+def read_text_files(path: Path, held_out_share: float) -> Tokens:
+    """Returns the bytes of a text, uint8, a byte 0 behind each document.
+
+    Args:
+      path: a text file, or a folder of text files, as `TextFiles` has them.
+      held_out_share: share of the documents that is held out.
+
+    Raises:
+      ValueError: if there is no text, or more than fits into memory.
+    """
+    size = sum(one.stat().st_size for one in _all_files([path]))
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"{path} has {size / 1e9:.1f} GB of text, and at most "
+            f"{MOST_BYTES / 1e9:.0f} GB are read into memory: tokenize it first, by "
+            f"decentjax prepare text {path} --out FOLDER, and give that folder"
+        )
+    sides: tuple[list[bytes], list[bytes]] = [], []
+    try:
+        documents = TextFiles([path], held_out_share)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for document, is_held_out in documents("reading"):
+        sides[is_held_out].append(document.encode() + b"\0")
+    return Tokens(*(np.frombuffer(b"".join(one), np.uint8) for one in sides))
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a path is a folder of tokens, or not there yet, rather than of text."""
+    is_text = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    return any((path / name).exists() for name in FILES) or not is_text
 
 
 def _vocabulary(documents: Documents, size: int, tokenizer: Path | None) -> Vocabulary:

@@ -4,6 +4,7 @@ Needs the extra `text`, but for the names and numbers of special tokens.
 """
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +74,20 @@ class Bytes:
         """Returns the byte 0 for any special token: no text has it."""
         del name
         return 0
+
+
+def vocabulary_size(path: Path) -> int:
+    """Returns the number of tokens in a tokenizer's JSON file; 0 if it has none.
+
+    One more than the largest id, without the extra `text`.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        ids = [*found["model"]["vocab"].values()]
+        ids += [token["id"] for token in found["added_tokens"]]
+        return 1 + max(ids)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0  # Whoever reads it says what is wrong.
 
 
 def train_vocabulary(

@@ -28,7 +28,7 @@ from train.cli.config_json import (
 )
 from train.cli.options import AS_OPTIONS
 from train.cli.read import from_options
-from train.cli.sections import KINDS, take_sections
+from train.cli.sections import KINDS, full_name, take_sections
 from train.config import Config, DistributedConfig
 from train.fields import place_of
 from train.models.gpt2 import read_gpt2
@@ -176,10 +176,10 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str) -> Config:
     Raises:
       ValueError: if there is no such field, or it would change nothing.
     """
-    schedule, named = config.optimizer.schedule, [x for x in values if x in KINDS]
-    chosen = [f"--{section}={values[section]}" for section in named]
-    config, _ = take_sections(config, chosen)
-    values = {field: value for field, value in values.items() if field not in named}
+    schedule = config.optimizer.schedule
+    values = {full_name(field): value for field, value in values.items()}
+    config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
+    values = {field: value for field, value in values.items() if field not in KINDS}
     for field in values:
         check_field(config, field, prog)
         if schedule is not None and field.replace("-", "_") in RATES:

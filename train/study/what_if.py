@@ -45,16 +45,18 @@ class Setting(NamedTuple):
         """The training loss of the last tenth of the steps."""
         return self.outcome.training_loss[0]
 
-    def seconds_to(self, loss: float) -> float:
-        """Time after which the mean loss of a tenth of the steps is no larger."""
+    def smoothed(self) -> list[tuple[float, float]]:
+        """Rows of time, and the mean loss of the tenth of all steps before it."""
         size = max(1, round(SMOOTHED * len(self.outcome.losses)))
         steps, losses = zip(*self.outcome.losses, strict=True)
+        ends = [self.ends[t] for t in (*steps[1:], len(self.ends) - 1)]
         means = np.array([x[0] for x in losses])
-        for end in range(size, len(means) + 1):
-            if finite_mean(means[end - size : end]) <= loss:
-                last = [*steps[1:], len(self.ends) - 1][end - 1]
-                return self.ends[last]
-        return math.inf
+        rows = range(size, len(means) + 1)
+        return [(ends[t - 1], float(finite_mean(means[t - size : t]))) for t in rows]
+
+    def seconds_to(self, loss: float) -> float:
+        """Time after which the smoothed loss is no larger."""
+        return next((t for t, x in self.smoothed() if x <= loss), math.inf)
 
 
 def variations(
@@ -127,7 +129,7 @@ class Recorded(NamedTuple):
     """What a run has done.
 
     Args:
-      seconds: time from the first worker's first step to the end of the last.
+      seconds: time that processes trained, without evaluations, in the mean.
       num_steps: number of steps that workers have taken, in the mean.
       loss: training loss that it has logged in the last tenth of its steps.
     """
@@ -154,10 +156,14 @@ def recorded(
         for row in read_metrics(folder)
         if "loss" in row and row["step"] > (1 - SMOOTHED) * num_steps
     ]
-    seconds = max(x.end for x in spans) - min(x.start for x in spans)
+    seconds = []
+    for process in {process for process, _ in steps}:
+        own = [x for x in spans if x.process == process]
+        evaluated = sum(x.end - x.start for x in own if x.activity == "evaluate")
+        whole = max(x.end for x in own) - min(x.start for x in own)
+        seconds.append(whole - evaluated)
     loss = float(np.mean(losses)) if losses else math.nan
-    num_processes = len({process for process, _ in steps})
-    return Recorded(seconds, len(steps) / num_processes, loss)
+    return Recorded(float(np.mean(seconds)), len(steps) / len(seconds), loss)
 
 
 def what_if_table(
@@ -178,7 +184,7 @@ def what_if_table(
       score: the headline score of its task.
       units: units of the scores, by name.
     """
-    loss = own.loss()
+    _, loss = own.smoothed()[-1]
     head = [
         "setting" if not fields else ", ".join(x.rpartition(".")[2] for x in fields),
         f"seconds to loss {loss:.4g}",

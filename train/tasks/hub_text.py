@@ -8,7 +8,12 @@ import numpy as np
 
 from train.data.hub_datasets import read_splits, read_text
 from train.data.token_files import Tokens
-from train.data.vocabulary import Bytes, Vocabulary, load_vocabulary
+from train.data.vocabulary import (
+    Bytes,
+    Vocabulary,
+    load_vocabulary,
+    vocabulary_size,
+)
 from train.fields import checked
 from train.tasks.language import TextOptions, text_task
 from train.tasks.task import Task
@@ -19,6 +24,8 @@ class HubTextTask(TextOptions):
     """A GPT on a column of text, which is tokenized in memory at the start.
 
     For more text than that, `decentjax prepare text` writes the files of `TextTask`.
+    The model knows as many tokens as its vocabulary says, and at least those of the
+    tokenizer.
 
     Args:
       data: folder that `save_to_disk` has written, else a name on the hub.
@@ -50,9 +57,10 @@ class HubTextTask(TextOptions):
             splits = read_splits(self.data, self.subset, self.held_out_share)
             return read_text(splits, self.column, vocabulary())
 
+        known = 256 if self.tokenizer is None else vocabulary_size(Path(self.tokenizer))
         return text_task(
             read,
-            self,
+            self.knowing(known),
             dtype=np.int32,
             score="bits_per_byte" if in_bytes else "loss",
             unit=lambda nats: nats / jnp.log(2) if in_bytes else nats,
@@ -60,12 +68,5 @@ class HubTextTask(TextOptions):
         )
 
     def _vocabulary(self) -> Vocabulary | Bytes:
-        """The tokens, of which the model must know all."""
         path = self.tokenizer
-        found = Bytes() if path is None else load_vocabulary(Path(path))
-        if len(found) > self.model.vocabulary:
-            raise ValueError(
-                f"the text has {len(found)} tokens, and the model "
-                f"{self.model.vocabulary}: set --task.model.vocabulary"
-            )
-        return found
+        return Bytes() if path is None else load_vocabulary(Path(path))

@@ -1,5 +1,6 @@
 """Classification of a folder of images by a ResNet."""
 
+import functools
 from pathlib import Path
 
 from train.data.image_files import read_image_folder
@@ -12,6 +13,8 @@ from train.tasks.task import Task
 class ImageFolderTask(LabelledOptions):
     """Classification of JPEG and PNG files, in a folder for each class.
 
+    The model knows as many classes as it says, and at least those of the folder.
+
     Args:
       data: folder of the folders of the classes, or of `train` and `validation` with
         such folders.
@@ -21,4 +24,7 @@ class ImageFolderTask(LabelledOptions):
 
     def build(self) -> Task:
         folder, share = Path(self.data), self.held_out_share
-        return labelled_images(lambda: read_image_folder(folder, share), self)
+        read = functools.partial(read_image_folder, folder, share)
+        # A task is also built where its data is missing.
+        known = len(read().names) if folder.is_dir() else 0
+        return labelled_images(read, self.knowing(known))

@@ -1,8 +1,9 @@
 """Classification of one's own labelled images: the part that such tasks share."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import grain
 import jax
@@ -53,6 +54,12 @@ class LabelledOptions:
                 "images have 3 channels: set the model's in_channels to 3, got "
                 f"{self.model.in_channels}"
             )
+
+    def knowing(self, num_classes: int) -> Self:
+        """The options with a model that knows at least so many classes."""
+        most = max(self.model.num_classes, num_classes)
+        model = dataclasses.replace(self.model, num_classes=most)
+        return dataclasses.replace(self, model=model)
 
 
 def labelled_images(read: Callable[[], Labelled], options: LabelledOptions) -> Task:

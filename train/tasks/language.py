@@ -1,8 +1,9 @@
 """Next-token prediction by a GPT: the part that the tasks on text share."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grain
 import jax
@@ -51,6 +52,12 @@ class TextOptions:
     def __post_init__(self):
         check_positive(self, "num_eval_windows", "eval_rows", most=MOST_EXAMPLES)
         check_sample(self.sample_prompt, self.sample_tokens)
+
+    def knowing(self, num_tokens: int) -> Self:
+        """The options with a model that knows at least so many tokens."""
+        vocabulary = max(self.model.vocabulary, num_tokens)
+        model = dataclasses.replace(self.model, vocabulary=vocabulary)
+        return dataclasses.replace(self, model=model)
 
 
 def text_task(read: Callable[[], Tokens], options: TextOptions, **parts: Any) -> Task:

@@ -1,11 +1,18 @@
-"""Language modelling of token files, in nanoGPT's layout: OpenWebText."""
+"""Language modelling of one's own text, or of token files in nanoGPT's layout."""
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
-from train.data.token_files import Tokens, check_tokens, read_tokens
-from train.data.vocabulary import load_vocabulary
+from train.data.token_files import (
+    Tokens,
+    check_tokens,
+    is_prepared,
+    read_text_files,
+    read_tokens,
+)
+from train.data.vocabulary import Bytes, load_vocabulary, vocabulary_size
 from train.fields import checked
 from train.tasks.language import TextOptions, text_task
 from train.tasks.task import Task
@@ -13,27 +20,48 @@ from train.tasks.task import Task
 
 @checked
 class TextTask(TextOptions):
-    """A GPT on the tokens of `train.bin` and `val.bin`.
+    """A GPT on the tokens of `train.bin` and `val.bin`, or on the bytes of text files.
+
+    The model knows as many tokens as its vocabulary says, and at least those of the
+    data.
 
     Args:
-      data: folder of the two, and of vocabulary.json where text is generated.
+      data: folder of the two, which `decentjax prepare text` has written; or text: a
+        file, a folder of files, or NAME.jsonl with a "text" in each line. Its bytes are
+        the tokens then.
+      held_out_share: share of the documents that is held out of text.
     """
 
     data: str
+    held_out_share: float = 0.05
     num_eval_windows: int = 2048
     eval_rows: int = 16
 
     def build(self) -> Task:
-        folder = Path(self.data)
+        path = Path(self.data)
+        if not is_prepared(path):
+            return self._of_bytes(path)
+        tokens = path / "vocabulary.json"
+        options = self.knowing(vocabulary_size(tokens))
 
         def read() -> Tokens:
-            check_tokens(folder, self.model.vocabulary)
-            return read_tokens(folder)
+            check_tokens(path, options.model.vocabulary)
+            return read_tokens(path)
 
         return text_task(
             read,
-            self,
+            options,
             dtype=np.uint16,
             score="loss",
-            vocabulary=lambda: load_vocabulary(folder / "vocabulary.json"),
+            vocabulary=lambda: load_vocabulary(tokens),
+        )
+
+    def _of_bytes(self, path: Path) -> Task:
+        return text_task(
+            lambda: read_text_files(path, self.held_out_share),
+            self.knowing(len(Bytes())),
+            dtype=np.uint8,
+            score="bits_per_byte",
+            unit=lambda nats: nats / jnp.log(2),
+            vocabulary=Bytes,
         )
