@@ -39,6 +39,7 @@ COMMANDS = {
     "train": Command("train a config, on one machine or many", "train"),
     "resume": Command("continue a run", "train", ("--resume",)),
     "launch": Command("several processes on this machine", "train.launch"),
+    "slurm": Command("a job file for a cluster", "train.slurm"),
     "emulate": Command("several nodes, with limited links", "train.emulate"),
     "advise": Command("which topology is fastest on a cluster", "train.advise"),
     "preflight": Command("compile a run for GPUs, without one", "train.preflight"),
@@ -50,7 +51,7 @@ COMMANDS = {
     "checkpoint": Command("list, verify or export checkpoints", "train.checkpoint"),
     "export": Command("export a model as safetensors", "train.checkpoint", ("export",)),
     "dbench": Command("effect of the graph on accuracy", "train.dbench"),
-    "replay": Command("repeat a run of peers, bit for bit", "train.replay"),
+    "replay": Command("repeat a run of peers, or vary it", "train.replay"),
     "chaos": Command("inject random faults into real jobs", "train.chaos"),
     "bench": Command("speed against other libraries; in a checkout", "benches"),
 }

@@ -152,9 +152,10 @@ def mix(
       [1.5 1.5 1.5 1.5]
     """
     if not isinstance(exchange, Exchange):
+        got = type(exchange).__name__
+        hint = ": a schedule of rounds is for round_step" if got == "Event" else ""
         raise TypeError(
-            "mix takes one Exchange, as in topology[step], got "
-            f"{type(exchange).__name__}"
+            f"mix takes one Exchange, as in topology[step], got {got}{hint}"
         )
     _check_call(params, axis_name)
     check_size(exchange, axis_name)

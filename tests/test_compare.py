@@ -13,7 +13,7 @@ import pytest
 from paths import PLAIN, WAYS, Overflows, effect
 from scipy import stats
 
-from train.compare import _held_out, compare
+from train.compare import _held_out, _with_fields, compare
 from train.config import (
     EvaluationConfig,
     GroupExchange,
@@ -344,6 +344,17 @@ def test_rounds_have_a_clock():
     config = dataclasses.replace(by_peers(RING, "arrived"), step=step)
     with pytest.raises(ValueError, match="rounds by peers that wait for no quorum"):
         clock.run(config, 0)
+
+
+def test_fields_are_options_of_a_comparison():
+    given = ["digits_*", "--num-steps", "20", "--seeds", "2", "--lr", "1e-3", "3e-3"]
+    assert _with_fields(given) == [
+        *("digits_*", "--seeds", "2", "--change", "num-steps=20"),
+        *("--vary", "optimizer.learning-rate", "1e-3", "3e-3"),
+    ]
+    for more in (["--seed", "1", "2"], ["--vary", "seed", "1"]):
+        with pytest.raises(ValueError, match=r"one field can have several values, got"):
+            _with_fields([*given, *more])
 
 
 def test_peers_that_wait_have_a_clock():

@@ -29,6 +29,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.exchange import permutes_of
+from decentjax.schedule import every
 from decentjax.topology import matrices
 
 ANY = (1, 2, 3, 5, 6, 7, 8, 12, 16)
@@ -669,6 +670,9 @@ def test_an_exchange_of_another_size_than_the_axis_is_refused():
 
 
 def test_a_topology_in_the_place_of_an_exchange_is_refused():
+    event = every(topology.ring(3), 2)[0]
+    with pytest.raises(TypeError, match=r"got Event: a schedule of .* for round_step"):
+        mix(jnp.ones(3), event, "workers")
     with pytest.raises(TypeError, match=r"one Exchange, as in topology.* got Topology"):
         _mix(jnp.ones(8), topology.ring(8), simulated=True)
 

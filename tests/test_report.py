@@ -21,6 +21,7 @@ from train.report import write_report
 from train.run.history import History, read_history
 from train.run.loop import train
 from train.run.resume import Resume
+from train.store.folder import check_run
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import (
     ActivitySpan,
@@ -352,6 +353,13 @@ def test_timelines_are_drawn_below_each_other_on_one_scale():
             np.testing.assert_allclose(of_kind, [(bottom, top)] * len(of_kind))
     named = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert named == ["compute", "exchange", "wait"]
+
+
+def test_a_folder_of_runs_is_said_to_have_them(tmp_path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"json; there are \S+/runs/a in it"):
+        check_run(tmp_path / "runs")
 
 
 @pytest.mark.parametrize(

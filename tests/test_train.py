@@ -21,7 +21,7 @@ import tiny
 from decentjax import gossip, topology, worker_mesh
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
-from train.cli.families import shipped_configs
+from train.cli.families import config_families, shipped_configs
 from train.cli.load import load_file
 from train.cli.sections import kind_of
 from train.config import (
@@ -335,6 +335,13 @@ def test_every_shipped_config_loads():
         made |= {x.name for x in vars(module).values() if isinstance(x, Config)}
     assert made == listed.keys()
     assert {"quickstart", "quality_ring", "wmt14_fr_dadam_aer"} <= listed.keys()
+    families = config_families()
+    assert sorted(x for _, names in families.values() for x in names) == [*listed]
+    assert list(families)[:2] == ["own_data", "quickstart"]
+    assert families["own_data"] == (
+        "Your own data: text, a dataset of the Hugging Face hub, a folder of images.",
+        ["hub_text", "image_folder", "text"],
+    )
 
 
 def test_batches_depend_on_seed_and_position_alone():

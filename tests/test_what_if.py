@@ -17,7 +17,7 @@ from train.replay import what_if
 from train.store.timeline import ActivitySpan
 from train.study.outcome import SeedsOutcome
 from train.study.what_if import (
-    Setting,
+    TriedSetting,
     compute_times,
     recorded,
     variations,
@@ -66,6 +66,7 @@ def test_fields_with_several_values_are_taken_out_of_a_command_line():
         [
             *("runs/a", "--exchange.patience", "0", "auto", "--between", "1gbit"),
             *("--num-steps=5", "--exchange", "peers", "--trust", "b"),
+            *("--lr", "0.1", "0.2"),
         ]
     )
     assert rest == ["runs/a", "--between", "1gbit", "--trust", "b"]
@@ -73,6 +74,7 @@ def test_fields_with_several_values_are_taken_out_of_a_command_line():
         "exchange.patience": ["0", "auto"],
         "num-steps": ["5"],
         "exchange": ["peers"],
+        "optimizer.learning-rate": ["0.1", "0.2"],
     }
 
 
@@ -103,7 +105,7 @@ def setting(name, losses, seconds):
         *(0.0, rows, [losses[-1]], scores, {}, {}, [0.0], [], [], {})
     )
     ends = np.arange(len(losses) + 1) * seconds
-    return Setting((name,) if name else (), outcome, ends.tolist(), len(losses))
+    return TriedSetting((name,) if name else (), outcome, ends.tolist(), len(losses))
 
 
 def test_the_setting_that_is_first_at_the_loss_of_the_run_comes_first():

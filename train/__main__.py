@@ -40,7 +40,7 @@ from train.cli.command import (
     show_usage,
 )
 from train.cli.config_json import sources
-from train.cli.families import shipped_configs
+from train.cli.families import config_families
 from train.cli.load import check_folder, load_config, own_sinks
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
@@ -65,10 +65,20 @@ usage: decentjax train CONFIG [--run-dir RUN] [--init-from RUN] [--auto-resume]
 
 examples:
   decentjax train quickstart --topology.name ring --run-dir runs/ring
+  decentjax train text --task.data my_texts --num-steps 500
   decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
 
+options that most need first (decentjax train CONFIG --help has all):
+  --num-steps 500                     --workers.num-workers 4
+  --lr 1e-3                           --workers.workers-per-node 2
+  --bs 16 (of each worker)            --topology.name ring
+  --run-dir runs/mine                 --step.algorithm atc
+  --seed 1                            --exchange peers
+
 CONFIG is a Python file, one of the configs in a file as FILE.py:NAME, or one of these
-names: {configs}"""
+names:
+
+{configs}"""
 RESUME_USAGE = """\
 usage: decentjax resume RUN [--step STEP] [--change FIELD=VALUE ...]
                         [--resume.workers {mean,repeat,select}]
@@ -92,8 +102,7 @@ def main(arguments: list[str]) -> None:
         case ["--resume", *_]:
             show_usage(RESUME_USAGE, arguments)
         case _:
-            names = textwrap.fill(" ".join(shipped_configs()), break_on_hyphens=False)
-            show_usage(USAGE.format(configs=names), arguments)
+            show_usage(USAGE.format(configs=_listed()), arguments)
     with command():
         try:
             parse(Path(path), options)
@@ -106,6 +115,15 @@ def main(arguments: list[str]) -> None:
             else:
                 print(f"error: {said}", file=sys.stderr)
             raise SystemExit(code) from error
+
+
+def _listed() -> str:
+    """The configs that come with the program, by family."""
+    indent = {"initial_indent": "      ", "subsequent_indent": "      "}
+    return "\n".join(
+        f"  {what}\n{textwrap.fill(' '.join(names), break_on_hyphens=False, **indent)}"
+        for what, names in config_families().values()
+    )
 
 
 def _begin(path: Path, options: list[str]) -> None:

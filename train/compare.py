@@ -21,6 +21,7 @@ from train.cli.load import load_config
 from train.cli.progress import progress
 from train.cli.read import from_options
 from train.cli.tables import file_name, label
+from train.cli.varied import take_varied
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
@@ -71,8 +72,13 @@ def compare(
     Configs of peers need one, since what a worker mixes depends on which workers are
     late.
 
-    Examples: `decentjax compare quickstart quickstart_allreduce --seeds 3`, and as a
-    short trial first with `--change num-steps=200`.
+    A field of the configs is an option, as of `train`: one value is that of all
+    configs, as by `change`, and with several each config is trained with each, as by
+    `vary`.
+
+    Examples: `decentjax compare quickstart quickstart_allreduce --seeds 3`, as a short
+    trial first with `--num-steps 200`, and `decentjax compare quickstart --lr 5e-3
+    1e-2`.
 
     Args:
       configs: config files, names, or patterns of names such as "digits_*".
@@ -342,8 +348,25 @@ def _trained(
     return kept(out / f"{name}.json", config, seeds, train, facts)
 
 
+def _with_fields(arguments: Sequence[str]) -> list[str]:
+    """The command line with fields of the configs as --change and --vary."""
+    rest, fields = take_varied(arguments)
+    several = [field for field, values in fields.items() if len(values) != 1]
+    if len(several) > 1 or (several and "--vary" in rest):
+        raise ValueError(
+            "one field can have several values, got --"
+            f"{' and --'.join(several)}: --tune takes several fields"
+        )
+    for field, values in fields.items():
+        is_varied = field in several
+        rest += ["--vary", field, *values] if is_varied else []
+        rest += [] if is_varied else ["--change", f"{field}={values[0]}"]
+    return rest
+
+
 if __name__ == "__main__":
     with command():
         if not sys.argv[1:]:
             show_usage("usage: decentjax compare CONFIG.py [CONFIG.py ...]", [])
-        from_options(compare, prog="decentjax compare")
+        args = _with_fields(sys.argv[1:])
+        from_options(compare, args=args, prog="decentjax compare")

@@ -39,7 +39,7 @@ from train.study.clock import Clock
 from train.study.outcome import kept
 from train.study.replayed import repeat, train_by_clock
 from train.study.what_if import (
-    Setting,
+    TriedSetting,
     compute_times,
     recorded,
     variations,
@@ -206,7 +206,7 @@ def _tried(
     clock: Clock,
     out: Path,
     place: str,
-) -> Setting:
+) -> TriedSetting:
     """What training with a setting comes to, from the folder or trained now."""
     name, seeds = _named(values), range(config.seed, config.seed + 1)
 
@@ -220,14 +220,14 @@ def _tried(
     )
     num_steps = sum(map(len, timed.steps)) / max(1, len(timed.steps))
     ends = [0.0, *timed.times.end.mean(1).tolist()]
-    return Setting(values, outcome, ends, num_steps or float(config.num_steps))
+    return TriedSetting(values, outcome, ends, num_steps or float(config.num_steps))
 
 
 def _named(values: Sequence[str]) -> str:
     return ", ".join(values) or "the run"
 
 
-def _draw(settings: Sequence[Setting], task: Task, path: Path) -> None:
+def _draw(settings: Sequence[TriedSetting], task: Task, path: Path) -> None:
     """Draws losses by simulated time, and the final scores."""
     losses = {
         _named(one.values): [(one.ends[t], row) for t, row in one.outcome.losses]

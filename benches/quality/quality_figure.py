@@ -1,6 +1,6 @@
 """The figure of the quality race: held-out loss against time, by network."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -69,4 +69,30 @@ def draw_quality(panels: Sequence[NetworkPanel]) -> Figure:
     figure.legend(
         handles, labels, loc="outside lower center", ncols=4, fontsize="small"
     )
+    return figure
+
+
+def draw_bars(ratios: Mapping[str, Mapping[str, float]], reference: str) -> Figure:
+    """Draws times to the goal as bars, a group for each network.
+
+    Args:
+      ratios: time of each method over that of the reference, by network.
+      reference: its name.
+    """
+    figure, axes = grid(1, 1, 9, 3.6)
+    (axis,) = axes.flat
+    names = list(next(iter(ratios.values())))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        values = [of_network[name] for of_network in ratios.values()]
+        places = [k + (number + 0.5) * width - 0.4 for k in range(len(values))]
+        bars = axis.bar(places, values, width, label=name)
+        axis.bar_label(bars, fmt="%.2f", fontsize="small")
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.text(-0.48, 1.02, reference, va="bottom", fontsize="small")
+    axis.set_xticks(range(len(ratios)), list(ratios))
+    axis.set_xlim(-0.5, len(ratios) - 0.5)
+    axis.margins(y=0.25)
+    axis.set_ylabel(f"time to one loss, {reference} = 1")
+    axis.legend(fontsize="small")
     return figure

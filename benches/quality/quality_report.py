@@ -143,6 +143,31 @@ def _whole(race: QualityResults, pair: str) -> list[str]:
     return [*cells, f"{race.over_turns(pair):.2f}"]
 
 
+def bars(race: QualityResults) -> dict[str, dict[str, float]]:
+    """The chart: of each network, times to the goal over the reference's.
+
+    Of DDP's hooks and of this library's methods each network has its fastest.
+    """
+    hooks = [x.name for x in (FP16, *POWERSGD) if x.name in race.curves]
+    ours = [x for x in race.curves if "PyTorch" not in x and "Decent-DP" not in x]
+    theirs = [x for x in race.curves if "Decent-DP" in x]
+    groups = {
+        "DDP's fastest hook": hooks,
+        "Decent-DP, ring": theirs,
+        "decentjax, ring": [x for x in ours if x == "DAdamW, ring"],
+        "decentjax's fastest": [x for x in ours if x != "all-reduce"],
+    }
+    return {
+        network: {
+            name: min(race.seconds_to_goal(x, network) for x in methods)
+            / race.seconds_to_goal(race.reference, network)
+            for name, methods in groups.items()
+            if methods
+        }
+        for network in race.seconds
+    }
+
+
 def panels(race: QualityResults) -> list[NetworkPanel]:
     """The figure: a panel for each network, a line for each method."""
     return [_panel(race, network) for network in race.seconds]

@@ -8,7 +8,7 @@ from decentjax.runtime.cluster import Cluster
 Card = tuple[bool, int, int]  # Inside a node; 0 for sending; number of node or worker.
 
 
-class Edge(NamedTuple):
+class ModelEdge(NamedTuple):
     """From whom to whom a model goes, and which part of the model it is."""
 
     sender: int
@@ -26,7 +26,7 @@ class ModelOnCards(NamedTuple):
       arrives: when it is there, seconds.
     """
 
-    edge: Edge
+    edge: ModelEdge
     step: int
     free: float
     arrives: float
@@ -46,10 +46,10 @@ class Cards:
     def __init__(self, cluster: Cluster, num_bytes: float):
         self._cluster, self._num_bytes = cluster, num_bytes
         # In the order of waiting: a dict keeps the place of a value that is replaced.
-        self._waiting: dict[Edge, int] = {}
+        self._waiting: dict[ModelEdge, int] = {}
         self._busy_until: dict[Card, float] = collections.defaultdict(float)
 
-    def leave(self, edge: Edge, step: int) -> None:
+    def leave(self, edge: ModelEdge, step: int) -> None:
         """Leaves a model for a peer."""
         self._waiting[edge] = step
 
@@ -65,7 +65,7 @@ class Cards:
                 begun.append(ModelOnCards(edge, step, end, end + latency))
         return begun
 
-    def _link(self, edge: Edge) -> tuple[list[Card], float, float]:
+    def _link(self, edge: ModelEdge) -> tuple[list[Card], float, float]:
         """The two cards of a model, its seconds on them, and its latency."""
         cluster, workers = self._cluster, edge[:2]
         nodes = [worker // cluster.workers_per_node for worker in workers]

@@ -14,7 +14,7 @@ import numpy as np
 
 from decentjax.exchange import Exchange, Groups, Topology, messages_of
 from decentjax.patience import AutoPatience, Waits
-from decentjax.runtime.arrivals import Cards, Edge
+from decentjax.runtime.arrivals import Cards, ModelEdge
 from decentjax.runtime.cluster import Cluster, check_positive, check_size
 from decentjax.runtime.job import Job
 from decentjax.runtime.schemes import Times
@@ -192,8 +192,8 @@ class _Run:
         self._awaits, self._goes = [False for _ in workers], [0 for _ in workers]
         self._training = set(workers)
         # By edge: the versions that are there, and the newest that was taken.
-        self._there: dict[Edge, list[int]] = collections.defaultdict(list)
-        self._taken: dict[Edge, int] = collections.defaultdict(lambda: -1)
+        self._there: dict[ModelEdge, list[int]] = collections.defaultdict(list)
+        self._taken: dict[ModelEdge, int] = collections.defaultdict(lambda: -1)
         shape = num_steps, cluster.num_workers
         self._times = Times(*(np.zeros(shape) for _ in Times._fields))
         self._mixed, self._steps = list[Mixed](), [list[int]() for _ in workers]
@@ -298,29 +298,29 @@ class _Run:
         part = self._schedule.fragments.index(one.leaves)
         assert one.exchange is not None
         for receiver in _peers_of(one.exchange)[0][worker]:
-            self._cards.leave(Edge(worker, receiver, part), step)
+            self._cards.leave(ModelEdge(worker, receiver, part), step)
 
-    def _edges(self, worker: int, one: Round) -> list[Edge]:
+    def _edges(self, worker: int, one: Round) -> list[ModelEdge]:
         """From whom a worker receives in a round."""
         part = self._schedule.fragments.index(one.leaves)
         assert one.exchange is not None
-        return [Edge(i, worker, part) for i in _peers_of(one.exchange)[1][worker]]
+        return [ModelEdge(i, worker, part) for i in _peers_of(one.exchange)[1][worker]]
 
-    def _enough(self, edges: Sequence[Edge]) -> int:
+    def _enough(self, edges: Sequence[ModelEdge]) -> int:
         """The number of peers without whose models an exchange does not end."""
         return 0 if self._count is None else min(self._count - 1, len(edges))
 
-    def _has_sent(self, edge: Edge, version: int) -> bool:
+    def _has_sent(self, edge: ModelEdge, version: int) -> bool:
         newest = max(self._there[edge], default=-1)
         return max(newest, self._taken[edge]) >= version
 
     def _wait(
-        self, worker: int, edges: Sequence[Edge], begun: int, one: Round
+        self, worker: int, edges: Sequence[ModelEdge], begun: int, one: Round
     ) -> Iterator[float]:
         """Waits as `Links.gather` does."""
         waits, began, end = self._waits[worker], self._now, math.inf
         patience, enough = waits.begin(began), self._enough(edges)
-        found: dict[Edge, float] = {}
+        found: dict[ModelEdge, float] = {}
         while True:
             left = []
             for edge in edges:
@@ -338,7 +338,7 @@ class _Run:
         if waits.measures and one.leaves == self._schedule.fragments[-1]:
             waits.add(found.get(edge, math.inf) - began for edge in edges)
 
-    def _take(self, edge: Edge, begun: int) -> None:
+    def _take(self, edge: ModelEdge, begun: int) -> None:
         """Mixes what is there, as `Links.wait` and `Links.take` return it."""
         there = sorted(self._there[edge])
         if not there:

@@ -24,6 +24,16 @@ def shipped_configs() -> dict[str, Path]:
     )
 
 
+def config_families() -> dict[str, tuple[str, list[str]]]:
+    """Returns the families: by file what its configs train, and their names."""
+    families: dict[str, tuple[str, list[str]]] = {}
+    for name, path in shipped_configs().items():
+        what = path.read_text().partition("\n")[0].strip('"')
+        families.setdefault(path.stem, (what, []))[1].append(name)
+    first = "quickstart", "own_data"  # Where most begin.
+    return dict(sorted(families.items(), key=lambda x: (x[0] not in first, x[0])))
+
+
 def matching_configs(path: Path) -> list[Path]:
     """Returns the names of shipped configs that a pattern like "digits_*" matches.
 

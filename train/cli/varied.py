@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+from train.cli.sections import full_name
 from train.config import Config
 
 
@@ -23,7 +24,7 @@ def take_varied(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
     values = rest
     for option in options:
         name, equals, value = option.removeprefix("--").partition("=")
-        is_option = option.startswith("--")
+        is_option, name = option.startswith("--"), full_name(name)
         if is_option and name.partition(".")[0].replace("-", "_") in sections:
             values = varied.setdefault(name, [])
             values += [value] if equals else []

@@ -34,7 +34,12 @@ def check_run(run_dir: Path) -> None:
     if (run_dir / "config.json").exists():
         return
     other = Path("runs") / run_dir
-    hint = f"; did you mean {other}?" if (other / "config.json").exists() else ""
+    inside = sorted(path.parent for path in run_dir.glob("*/config.json"))
+    hint = ""
+    if (other / "config.json").exists():
+        hint = f"; did you mean {other}?"
+    elif inside:
+        hint = f"; there are {', '.join(map(str, inside[:8]))} in it"
     raise ValueError(f"{run_dir} holds no run: it has no config.json{hint}")
 
 

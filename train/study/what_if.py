@@ -26,7 +26,7 @@ NOT_REACHED = "-"
 ENDS = ("compute", "wait", "evaluate")
 
 
-class Setting(NamedTuple):
+class TriedSetting(NamedTuple):
     """A setting, and what training with it comes to.
 
     Args:
@@ -169,8 +169,8 @@ def recorded(
 def what_if_table(
     fields: Sequence[str],
     run: Recorded,
-    own: Setting,
-    others: Sequence[Setting],
+    own: TriedSetting,
+    others: Sequence[TriedSetting],
     score: Headline,
     units: Mapping[str, str],
 ) -> str:
@@ -196,7 +196,7 @@ def what_if_table(
     given = [NOT_REACHED, f"{run.seconds:.1f}", f"{run.num_steps:.0f}"]
     rows = [["the run, as recorded", *given, f"{run.loss:.4f}", NOT_REACHED]]
 
-    def row(name: str, one: Setting) -> list[str]:
+    def row(name: str, one: TriedSetting) -> list[str]:
         reached = one.seconds_to(loss)
         scores = one.outcome.evaluations[-1][1] | one.outcome.judged
         return [

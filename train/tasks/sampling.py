@@ -103,12 +103,15 @@ def spelled(
     decode: Callable[[Sequence[Sequence[int]]], list[str]],
     texts: Iterable[Sequence[int]],
 ) -> Iterator[str]:
-    """Yields what each text adds to the one before, in whole characters."""
-    shown = text = ""
+    """Yields what each text adds to the one before, in whole characters.
+
+    Only tokens that are not shown yet are decoded: no time grows with the text.
+    """
+    shown, tokens, text = 0, (), ""
     for tokens in texts:
-        (text,) = decode([tokens])
+        (text,) = decode([tokens[shown:]])
         # A character of several bytes is U+FFFD until its last byte is there.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(shown) :]
-            shown = text
-    yield text[len(shown) :]
+            yield text
+            shown, text = len(tokens), ""
+    yield text
