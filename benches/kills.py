@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 from benches.goodput_runs import GoodputRun, draw_goodput, time_to_loss
-from benches.results import check_at_least, write_results
+from benches.results import check_at_least, check_pattern, write_results
 from decentjax import runtime
 from train.cli.tables import markdown
 from train.figures.style import to_svg
@@ -77,6 +78,7 @@ class GoodputBench:
       save_every: steps between checkpoints of the job that restarts from them.
       rate: rate of each node's link.
       seed: seed of the kills.
+      only: regular expression of the methods that run; "" for all.
       out: folder for the runs, which are kept, and for goodput.json, goodput.md and
         goodput.svg.
     """
@@ -91,11 +93,13 @@ class GoodputBench:
     save_every: int = 2
     rate: Rate = "1gbit"
     seed: int = 0
+    only: str = ""
     out: Path = Path("runs/goodput")
 
     def __post_init__(self):
         check_at_least(self, processes=2, seconds=1, kill_every=0.1, slow=1)
         check_at_least(self, pace=0, round_steps=1, save_every=1)
+        check_pattern(self.only)
 
 
 def main(bench: GoodputBench) -> int:
@@ -113,7 +117,9 @@ def _bench(bench: GoodputBench, nodes: Nodes) -> int:
     path = bench.out / "paced.py"
     path.write_text(PACED.format(config=str(bench.config)))
     found: dict[str, tuple[GoodputRun, GoodputRun]] = {}
-    for name, options in METHODS.items():
+    chosen = [name for name in METHODS if re.search(bench.only, name)]
+    for name in chosen:
+        options = METHODS[name]
         # As `decentjax launch` has it: who comes back compiles little.
         with cache_of_programs(True, os.environ) as cache:
             calm, killed = (

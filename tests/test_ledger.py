@@ -20,14 +20,23 @@ def test_the_living_read_all_shards_each_as_often(count):
         times = collections.Counter()
         for turn in range(count):
             step = turn * TURN_STEPS + 5
-            alive = len(living)
-            shards = [shard_of(worker, step, alive, count) for worker in living]
+            shards = [shard_of(worker, step, living, count) for worker in living]
             assert len(set(shards)) == len(living)
             times.update(shards)
         if len(living) == count:
             assert shards == living
         else:
             assert set(times.values()) == {len(living)}
+
+
+def test_who_comes_or_goes_moves_few_others():
+    """What a worker has read and not sent would be read twice."""
+    everyone = list(range(8))
+    for step, gone in itertools.product(range(0, 8 * TURN_STEPS, TURN_STEPS), everyone):
+        living = [i for i in everyone if i != gone]
+        moved = [i for i in living if shard_of(i, step, living, 8) != i]
+        assert len(moved) <= 1
+        assert all(shard_of(i, step, living, 8) == gone for i in moved)
 
 
 def test_what_is_not_sent_is_read_again():

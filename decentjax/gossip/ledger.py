@@ -32,25 +32,28 @@ class Read(NamedTuple):
     end: int
 
 
-def shard_of(worker: int, step: int, num_alive: int, num_shards: int) -> int:
+def shard_of(worker: int, step: int, living: Sequence[int], num_shards: int) -> int:
     """Returns the shard that a worker reads.
 
-    If all are alive, each reads its own. Otherwise worker i has shard `i + step // 64
-    mod N`: n live workers read different shards, and each for n / N of the time.
+    Its own, but for some turns of 64 steps, in which it reads that of a worker that is
+    missing: so n living workers read different shards, each shard for n / N of the
+    time, and who comes or goes changes what few others read. In turn k the i-th missing
+    shard is that of the living worker at place `k + i mod N`, if there is one.
 
     Args:
-      worker: number of the worker.
+      worker: number of the worker, one of the living.
       step: the step.
-      num_alive: n.
+      living: numbers of the living workers, in order.
       num_shards: N.
 
     Examples:
       >>> from decentjax.gossip.ledger import shard_of
-      >>> shard_of(2, 128, num_alive=3, num_shards=3), shard_of(2, 128, 2, 3)
-      (2, 1)
+      >>> [shard_of(2, step, [0, 2], num_shards=3) for step in (0, 64, 128)]
+      [2, 1, 2]
     """
-    turn = 0 if num_alive == num_shards else step // TURN_STEPS
-    return (worker + turn) % num_shards
+    missing = sorted(set(range(num_shards)) - set(living))
+    place = (living.index(worker) - step // TURN_STEPS) % num_shards
+    return missing[place] if place < len(missing) else worker
 
 
 class Ledger:

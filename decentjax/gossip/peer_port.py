@@ -273,9 +273,9 @@ class PeerPort:
             self._reading = {i: (i, step) for i in self.party.workers}
             return list(self._reading.values())
         count = self.topology.num_workers
-        num_alive = len(self.living()) if self._links else count
+        living = self.living() if self._links else list(range(count))
         for i in self.party.workers:
-            shard = shard_of(i, step, num_alive, count)
+            shard = shard_of(i, step, living, count)
             self._reading[i] = shard, self.ledger.next_batch(i, shard)
         return [self._reading[i] for i in self.party.workers]
 

@@ -59,9 +59,9 @@ class PeerStep(Beside):
     def next_reads(self, step: int) -> list[tuple[int, int]]:
         """Returns the shard and the batch that each worker here reads in a step.
 
-        With `elastic`: if all workers are alive, worker i reads shard i; otherwise the
-        living read the shards of all in turn, each from where it was read before, as
-        far as that is known from messages. The next call of the step counts them as
+        With `elastic`: worker i reads shard i, and in some turns that of a worker that
+        is missing, each from where it was read before, as far as that is known from
+        messages. The next call of the step counts them as
         read. So no batch is left out because its worker is away or slow, and few are
         read twice: those of workers that disagree for a moment on who is alive.
         Otherwise worker i reads batch `step` of shard i.

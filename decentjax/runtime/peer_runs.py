@@ -352,11 +352,11 @@ class _Run:
             self._mixed.append(Mixed(begun, edge.receiver, edge.sender, version))
 
 
-Peers = tuple[int, ...]
+Members = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _peers_of(exchange: Exchange) -> tuple[list[Peers], list[Peers]]:
+def _peers_of(exchange: Exchange) -> tuple[list[Members], list[Members]]:
     """To whom each worker sends, and from whom it receives."""
     between = exchange.between
     if isinstance(between, Groups):
