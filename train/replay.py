@@ -38,6 +38,7 @@ from train.store.timeline import read_timelines
 from train.study.clock import Clock
 from train.study.outcome import kept
 from train.study.replayed import repeat, train_by_clock
+from train.study.seeds import train_seeds
 from train.study.what_if import (
     TriedSetting,
     compute_times,
@@ -186,7 +187,14 @@ def what_if(
     for _, config in every:
         clock.run(config, config.seed)  # For its errors, before hours of training.
     settings = [
-        _tried(values, config, task, clock, out, f"{number} of {len(every)}")
+        _tried(
+            values,
+            config,
+            build_task(config.task),
+            clock,
+            out,
+            f"{number} of {len(every)}",
+        )
         for number, (values, config) in enumerate(every, 1)
     ]
     first, *rest = settings
@@ -202,17 +210,19 @@ def what_if(
 def _tried(
     values: Sequence[str],
     config: Config,
-    task: Task,
     clock: Clock,
     out: Path,
     place: str,
 ) -> TriedSetting:
     """What training with a setting comes to, from the folder or trained now."""
     name, seeds = _named(values), range(config.seed, config.seed + 1)
+    task = build_task(config.task)
 
     def train() -> Any:
         with progress_line(f"{place}: {name}", config.num_steps) as report:
-            return train_by_clock(config, seeds, report, clock)
+            if config.is_apart:
+                return train_by_clock(config, seeds, report, clock, task)
+            return train_seeds(config, seeds, report, None, task)
 
     timed = clock.run(config, config.seed)
     outcome = kept(
