@@ -365,7 +365,7 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 41
+    assert len(blocks) == 42
     assert sum(word in block for word in CHECKS for block in blocks) == 19
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1

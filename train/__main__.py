@@ -119,11 +119,11 @@ def main(arguments: list[str]) -> None:
 
 def _listed() -> str:
     """The configs that come with the program, by family."""
-    indent = {"initial_indent": "      ", "subsequent_indent": "      "}
-    return "\n".join(
-        f"  {what}\n{textwrap.fill(' '.join(names), break_on_hyphens=False, **indent)}"
-        for what, names in config_families().values()
-    )
+    lines = []
+    for what, names in config_families().values():
+        listed = textwrap.fill(" ".join(names), width=66, break_on_hyphens=False)
+        lines += [f"  {what}", textwrap.indent(listed, " " * 6)]
+    return "\n".join(lines)
 
 
 def _begin(path: Path, options: list[str]) -> None:

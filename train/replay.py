@@ -187,14 +187,7 @@ def what_if(
     for _, config in every:
         clock.run(config, config.seed)  # For its errors, before hours of training.
     settings = [
-        _tried(
-            values,
-            config,
-            build_task(config.task),
-            clock,
-            out,
-            f"{number} of {len(every)}",
-        )
+        _tried(values, config, clock, out, f"{number} of {len(every)}")
         for number, (values, config) in enumerate(every, 1)
     ]
     first, *rest = settings
