@@ -354,8 +354,8 @@ def test_a_code_block_runs_as_pasted(number, pasted):
     page, block = BLOCKS[number]
     assert pasted[number].returncode == 0, (page, errors)
     lines = output.splitlines()
-    if "analysis.traffic" in block:
-        rows = [f"| {' | '.join(line.split())} |" for line in lines]
+    if "analysis.compare(graphs" in block:
+        rows = [f"| {' | '.join(line.split())} |" for line in lines[1:]]
         assert len(rows) == 12
         assert [row for row in rows if row not in PAGES[page]] == []
     if "runtime.all_reduce" in block:
@@ -367,7 +367,7 @@ def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
     assert len(blocks) == 42
     assert sum(word in block for word in CHECKS for block in blocks) == 19
-    for word in ("analysis.traffic", "runtime.all_reduce"):
+    for word in ("analysis.compare(graphs", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1
 
 
