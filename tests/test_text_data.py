@@ -111,14 +111,21 @@ def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out"]
 
 
-@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
-def test_one_document_is_on_each_side_at_least(share, files):
-    sides = dict.fromkeys((False, True), 0)
-    for _, is_held_out in TextFiles([files], share)(""):
-        sides[is_held_out] += 1
+def test_there_is_text_on_each_side(files):
+    texts = TextFiles([files], 1 - 1e-9)
+    sides = [is_held_out for _, is_held_out in texts("")]
     # The first document stands twice.
-    assert sorted(sides.values()) in ([1, 60], [2, 59])
-    assert (sides[True] < 3) == (share < 0.5)
+    assert sides.count(False) in (1, 2)
+    assert len(sides) == texts.num_documents == 61
+    # A share of none of them is one of each, if only a character.
+    texts = TextFiles([files], 1e-9)
+    assert texts.num_documents == 61
+    sides = {side: [x for x, y in texts("") if y is side] for side in (False, True)}
+    assert len(sides[False]) == len(sides[True]) == 61
+    whole = sorted(a + b for a, b in zip(sides[False], sides[True], strict=True))
+    assert [x.replace("\n", "") for x in whole] == [
+        x.replace("\n", "") for x in sorted([*DOCUMENTS, DOCUMENTS[0]])
+    ]
 
 
 def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):

@@ -101,8 +101,8 @@ def text(
       vocabulary: largest number of tokens, learned on the files or of the tokenizer; by
         default one for each 400 bytes of text, from 512 to 50,257.
       tokenizer: JSON file of a tokenizer, such as GPT-2's, to use instead of learning.
-      held_out_share: share of the documents that go to val.bin, at least one; of a
-        single document the last part.
+      held_out_share: share of the documents that go to val.bin; of a few large ones
+        their last lines.
     """
     check_folder(out, tokenizer, *files)
     if not files:

@@ -156,12 +156,11 @@ def prepare_text(
         vocabulary = vocabulary if tokenizer is None else 2**16
     with new_folder(out) as unfinished:
         bpe = _vocabulary(documents, vocabulary, tokenizer)
-        num_documents, num_tokens = _write(unfinished, documents, bpe)
+        num_tokens = _write(unfinished, documents, bpe)
         bpe.save(unfinished / "vocabulary.json")
     train_tokens, held_out_tokens = num_tokens
-    return Prepared(
-        len(bpe), train_tokens, held_out_tokens, sum(num_documents), documents.skipped
-    )
+    counts = train_tokens, held_out_tokens, documents.num_documents
+    return Prepared(len(bpe), *counts, documents.skipped)
 
 
 class TextFiles:
@@ -172,15 +171,16 @@ class TextFiles:
     document do not count.
 
     A document's checksum decides whether it is held out, so that equal documents are on
-    the same side. If it would hold out none, or all, one goes to the other side; of a
-    single document the last part is held out.
+    the same side. Where it would hold out none, as of a few large ones, the last lines
+    of each document are held out; where it would hold out all, one is to train on.
 
     Args:
       files: text files, and folders of text files.
       held_out_share: share of the documents that is held out.
 
     Attributes:
-      num_bytes: number of bytes of all documents.
+      num_documents: number of documents.
+      num_bytes: number of their bytes.
       skipped: the reason for each file that is unreadable or not UTF-8.
 
     Raises:
@@ -209,9 +209,9 @@ class TextFiles:
             raise ValueError(
                 f"there is no text in {len(self._paths)} files{''.join(left[:3])}"
             )
-        if 0 in counts:
-            limit = lowest + 1 if counts[1] == 0 else highest
-        self._limit = None if lowest == highest else limit
+        self.num_documents = sum(counts)
+        is_cut = counts[1] == 0 or lowest == highest
+        self._limit = None if is_cut else limit if counts[0] else highest
 
     def __call__(self, what: str) -> Iterator[tuple[str, bool]]:
         """Yields each document, and whether it is held out.
@@ -226,7 +226,8 @@ class TextFiles:
             at = len(document) - max(1, round(self._share * len(document)))
             # At the end of a line, if there is one.
             at = 1 + document.rfind("\n", 0, at) or at
-            yield document[:at].rstrip("\r\n"), False
+            if head := document[:at].rstrip("\r\n"):
+                yield head, False
             yield document[at:], True
 
     def _read(self, what: str) -> Iterator[str]:
@@ -326,11 +327,9 @@ def _vocabulary(documents: Documents, size: int, tokenizer: Path | None) -> Voca
     return vocabulary
 
 
-def _write(
-    folder: Path, documents: Documents, vocabulary: Vocabulary
-) -> tuple[list[int], list[int]]:
-    """The numbers of documents and of tokens of the two files."""
-    num_documents, num_tokens = [0, 0], [0, 0]
+def _write(folder: Path, documents: Documents, vocabulary: Vocabulary) -> list[int]:
+    """The numbers of tokens of the two files."""
+    num_tokens = [0, 0]
     between = vocabulary.special(SEPARATOR)
     with ExitStack() as stack:
         files = [stack.enter_context((folder / name).open("wb")) for name in FILES]
@@ -339,9 +338,8 @@ def _write(
             texts, sides = zip(*chunk, strict=True)
             for row, side in zip(vocabulary.encode(texts), sides, strict=True):
                 np.array([*row, between], np.uint16).tofile(files[side])
-                num_documents[side] += 1
                 num_tokens[side] += len(row) + 1
-    return num_documents, num_tokens
+    return num_tokens
 
 
 def _largest(path: Path, tokens: np.ndarray) -> int:
