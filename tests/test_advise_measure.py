@@ -268,7 +268,7 @@ def test_an_accelerator_sends_parts_of_the_gradient_early(monkeypatch):
             "--workers.where mesh --workers.workers-per-node 3 --topology.name ring",
             "does not fill nodes of 3: set workers.workers_per_node to 1, 2 or 4",
         ),
-        ("--num-steps 1", "must be less than"),
+        ("--optimizer.warmup-steps 999999", "must be less than"),
     ],
 )
 def test_what_cannot_be_measured_gets_a_sentence(

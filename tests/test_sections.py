@@ -57,7 +57,7 @@ def test_fields_may_be_called_as_they_are_elsewhere():
     assert rest == [
         *("--optimizer.learning-rate", "1e-3", "--optimizer.weight-decay=0.1"),
         *("--step.batch-per-worker", "7", "--step.batch-per-worker=8"),
-        *("--num-steps", "9", "--seed=--lr"),
+        *("--steps", "9", "--seed=--lr"),
     ]
     assert full_name("step.lr") == "step.lr"  # No field of that section.
     changed = with_fields(RING, {"lr": "0.5", "bs": "3"}, "--vary")
@@ -72,7 +72,7 @@ def test_a_short_run_has_a_short_warm_up():
     for options, warmup in [
         (["--num-steps", "10"], 5),
         (["--num-steps=50"], 25),
-        (["--steps", "1"], 0),
+        (["--num-steps", "1"], 0),
         (["--num-steps", "51"], 50),
         (["--num-steps", "10", "--optimizer.warmup-steps", "9"], 50),
         (["--optimizer.warmup_steps=9", "--num_steps=10"], 50),

@@ -26,7 +26,6 @@ ALIASES = {
     "wd": "optimizer.weight-decay",
     "bs": "step.batch-per-worker",
     "batch-size": "step.batch-per-worker",
-    "steps": "num-steps",
 }
 
 if typing.TYPE_CHECKING:
