@@ -1,4 +1,4 @@
-"""Figures of runs: losses, scores, throughput, and who hears from whom."""
+"""Figures of runs: losses, scores and throughput."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
