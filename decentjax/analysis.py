@@ -274,6 +274,8 @@ class GraphTable(tuple[GraphRow, ...]):
         ]
         return "\n".join([*lines, *self._remarks()])
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         def line(cells: Iterable[str], tag: str) -> str:
             inner = "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells)
@@ -314,7 +316,7 @@ def _cells(row: GraphRow) -> list[str]:
 
 
 def compare(
-    topologies: Iterable[Topology],
+    topologies: Iterable[Topology] | Topology,
     model_bytes: float = 1.0,
     workers_per_node: int | None = None,
 ) -> GraphTable:
@@ -334,11 +336,14 @@ def compare(
       >>> [row.exact_after for row in analysis.compare(graphs)]
       [None, 4]
     """
-    rows = (_graph_row(one, model_bytes, workers_per_node) for one in topologies)
+    given = [topologies] if isinstance(topologies, Topology) else topologies
+    rows = (_graph_row(one, model_bytes, workers_per_node) for one in given)
     return GraphTable(rows)
 
 
-def plot(topologies: Sequence[Topology], num_steps: int | None = None) -> Any:
+def plot(
+    topologies: Sequence[Topology] | Topology, num_steps: int | None = None
+) -> Any:
     """Draws the consensus distance by exchange; returns matplotlib's axes.
 
     Args:
@@ -359,10 +364,11 @@ def plot(topologies: Sequence[Topology], num_steps: int | None = None) -> Any:
         raise ModuleNotFoundError(
             "a figure needs matplotlib: pip install matplotlib"
         ) from error
-    longest = max((one.period for one in topologies), default=1)
+    given = [topologies] if isinstance(topologies, Topology) else topologies
+    longest = max((one.period for one in given), default=1)
     steps = np.arange((num_steps or max(20, 3 * longest)) + 1)
     axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
-    for one in topologies:
+    for one in given:
         curve = consensus_curve(one, int(steps[-1]))
         # An exact mean ends the curve: a logarithm has no place for it.
         axes.plot(steps, np.where(curve > 0, curve, math.nan), ".-", label=one.name)

@@ -392,6 +392,9 @@ def test_a_comparison_has_each_number_per_step(tmp_path):
     assert head.startswith("name,num_workers,period,connected,gap")
     assert first.startswith("ring,8,1,True,0.19")
     assert len(rest) == 2
+    assert repr(table) == str(table)
+    assert compare(graphs[0], MODEL) == table[:1]
+    assert len(plot(graphs[0]).lines) == 1
     four = compare(graphs[:2], MODEL, workers_per_node=4)
     assert four[1].link_bytes == 4 * MODEL
 

@@ -25,7 +25,7 @@ from train.tasks.classification import say_classes
 from train.tasks.hub_images import HubImagesTask
 from train.tasks.hub_text import HubTextTask
 from train.tasks.image_folder import ImageFolderTask
-from train.tasks.task import build_task
+from train.tasks.task import build_task, resolved_task
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -223,6 +223,9 @@ def test_a_model_knows_the_classes_of_its_folder(tmp_path):
         params, _ = jax.eval_shape(task.init, jax.random.key(0))
         shapes[count] = jax.tree.map(lambda x: x.shape, params)
     assert shapes[1] == shapes[3] != shapes[5]
+    assert resolved_task(folder_task(folder, 1)).model.num_classes == 3
+    missing = folder_task(tmp_path / "none", 2)
+    assert resolved_task(missing) == missing
 
 
 def folder_task(folder: Path, num_classes: int = 3) -> ImageFolderTask:

@@ -85,6 +85,16 @@ def test_characters_are_shown_once_they_are_whole():
     assert [piece for piece in pieces if piece] == ["a", "é", "€", "😀"]
 
 
+def test_a_space_at_the_start_of_a_token_stays():
+    """Though decoders leave out that of the first token."""
+
+    def decode(rows):
+        return ["".join(row).removeprefix(" ") for row in rows]
+
+    texts = [[], ["Once"], ["Once", " upon"], ["Once", " upon", " a"]]
+    assert list(spelled(decode, texts)) == ["", "Once", " upon", " a", ""]
+
+
 @given(st.binary(max_size=20))
 def test_the_pieces_are_the_text(row):
     assert "".join(pieces_of(row)) == row.decode(errors="replace")

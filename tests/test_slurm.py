@@ -80,7 +80,8 @@ def test_a_manifest_has_a_pod_for_each_process():
     spec = workers["template"]["spec"]
     assert spec["parallelism"] == spec["completions"] == 8
     (container,) = spec["template"]["spec"]["containers"]
-    assert container["args"][:4] == ["train", "quickstart_diloco", *options]
+    assert container["args"][:2] == ["train", "quickstart_diloco"]
+    assert container["args"][-2:] == options
     assert "--distributed.num-processes=8" in container["args"]
     assert "--run-dir=/runs/quickstart_diloco" in container["args"]
     host = "quickstart-diloco-workers-0-0.quickstart-diloco:5000"
@@ -107,6 +108,8 @@ def test_the_command_prints_it(capsys):
     [
         (["quickstrt"], "did you mean quickstart"),
         (["quickstart", "--nodes", "0"], "at least one node, .* got nodes = 0"),
+        (["quickstart", "--hours", "inf"], "0.1 to 8760 hours, .* hours = inf"),
+        (["quickstart", "--hours", "0.01"], "hours = 0.01"),
         (["quickstart", "--gpus", "-1"], "gpus = -1"),
         (["quickstart", "--hours", "nan"], "hours = nan"),
         (["quickstart", "--gpu", "2"], "no option --gpu: did you mean --gpus"),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import jax
@@ -135,16 +136,21 @@ def test_of_a_single_document_the_last_lines_are_held_out(tmp_path):
     assert (no, yes) == (False, True)
     assert f"{head}\n{tail}".split("\n") == lines
     assert 10 <= len(tail.split("\n")) <= 12
+    # Not where the last line is most of the text.
+    (tmp_path / "book.txt").write_text("Title\n" + "ab" * 500)
+    assert [len(text) for text, _ in TextFiles([tmp_path], 0.1)("")] == [905, 101]
     (tmp_path / "book.txt").write_text("ab" * 50)
     assert [len(text) for text, _ in TextFiles([tmp_path], 0.1)("")] == [90, 10]
 
 
 def test_lines_of_json_are_documents(tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows = [{"text": f"row {i}\n", "id": i} for i in range(9)]
-    path.write_text("\n\n".join(map(json.dumps, rows)))
+    rows = [{"text": f"row {i}\u2028\n", "id": i} for i in range(9)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\r\n\n".join(lines), encoding="utf-8")
     found = TextFiles([path], 0.3)
-    assert sorted(text for text, _ in found("")) == [f"row {i}" for i in range(9)]
+    wanted = [f"row {i}\u2028" for i in range(9)]
+    assert sorted(text for text, _ in found("")) == wanted
     for line, words in [("{", "its line 2 is no JSON"), ("[]", 'line 2 has no "text"')]:
         (tmp_path / "bad.jsonl").write_text(f"{json.dumps(rows[0])}\n{line}\n")
         found = TextFiles([tmp_path], 0.3)
@@ -152,8 +158,9 @@ def test_lines_of_json_are_documents(tmp_path):
         assert len([*found("")]) == 9
 
 
-def test_text_is_bytes_with_a_zero_behind_each_document(files, monkeypatch):
+def test_text_is_bytes_with_a_zero_behind_each_document(files, monkeypatch, capsys):
     train, held_out = read_text_files(files, 0.3)
+    assert re.search(r"left out .*latin\.txt: it is not UTF-8", capsys.readouterr().err)
     texts = [bytes(x).decode().split("\0") for x in (train, held_out)]
     assert [x.pop() for x in texts] == ["", ""]
     assert sorted(texts[0] + texts[1]) == sorted([*DOCUMENTS, DOCUMENTS[0]])
@@ -183,9 +190,25 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     # Where none is, that of nanoGPT's files is not known.
     (tmp_path / "out" / "vocabulary.json").write_text("{}")
     assert embedded(tmp_path / "out") == embedded(tmp_path / "no") == (300, "loss")
+    # A run keeps what it has found, wherever it is read later.
+    found = TextTask(data=str(files), model=model).resolved()
+    assert (found.kind, found.model.vocabulary) == ("bytes", 300)
+    moved = dataclasses.replace(found, data=str(tmp_path / "no"))
+    assert moved.resolved() == moved
+    assert build_task(moved).headline.name == "bits_per_byte"
     assert is_prepared(tmp_path / "no")
     (tmp_path / "empty").mkdir()
     assert is_prepared(tmp_path / "empty")
+
+
+def test_the_size_of_a_vocabulary_is_that_of_its_file(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    added = [{"id": 4}]
+    for vocab in ({"a": 0, "b": 6}, [["a", -1.0]] * 7):
+        path.write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+        assert vocabulary_size(path) == 7
+    path.write_text("[]")
+    assert vocabulary_size(path) == vocabulary_size(tmp_path / "none") == 0
 
 
 def test_a_vocabulary_is_by_default_as_large_as_the_text_warrants(tmp_path):

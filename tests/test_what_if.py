@@ -46,15 +46,15 @@ def test_what_a_worker_took_is_all_but_its_waits():
         span(1, "compute", 0, 11, 12),
         span(1, "compute", 2, 29, 30),
     ]
-    found = compute_times(spans[::-1], num_steps=4, num_workers=4)
+    found = compute_times(spans[::-1], num_steps=4, num_workers=4, num_processes=2)
     one, other = [2, 3, 2, 2], [1, 1, 18, 18]
     np.testing.assert_array_equal(found, np.array([one, one, other, other]).T)
-    with pytest.raises(ValueError, match=r"of 2 processes, of 3 workers: .*timeline"):
-        compute_times(spans, 4, num_workers=3)
-    with pytest.raises(ValueError, match="of 0 processes, of 1 workers"):
-        compute_times([], 4, num_workers=1)
-    with pytest.raises(ValueError, match="of 2 processes"):
-        compute_times([*spans[:7], span(1, "wait", 0, 11, 12)], 4, num_workers=2)
+    with pytest.raises(ValueError, match=r"processes \[0, 1\], of 4: .*timeline"):
+        compute_times(spans, 4, 4, num_processes=4)
+    with pytest.raises(ValueError, match=r"of the processes \[\], of 1"):
+        compute_times([], 4, 1, num_processes=1)
+    with pytest.raises(ValueError, match=r"of the processes \[0, 1\], of 2"):
+        compute_times([*spans[:7], span(1, "wait", 0, 11, 12)], 4, 2, num_processes=2)
     was = recorded([], spans, 4)
     # 10 to 40 but for 20 to 25, and 11 to 30.
     assert was[:2] == ((25 + 19) / 2, 2.5)
@@ -99,7 +99,7 @@ def test_each_combination_is_tried():
 
 
 def setting(name, losses, seconds):
-    rows = [(t, [loss]) for t, loss in enumerate(losses)]
+    rows = [(t, [loss]) for t, loss in enumerate(losses, 1)]
     scores = [(len(losses), {"accuracy": [0.5]})]
     outcome = SeedsOutcome(
         *(0.0, rows, [losses[-1]], scores, {}, {}, [0.0], [], [], {})

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # Before the other imports, which take seconds.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -44,7 +45,12 @@ from train.cli.families import config_families
 from train.cli.load import check_folder, load_config, own_sinks
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, PolicyName, take_sections
+from train.cli.sections import (
+    ExchangeName,
+    PolicyName,
+    take_sections,
+    with_a_shorter_warmup,
+)
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
@@ -57,6 +63,7 @@ from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
 from train.store.log import read_metrics, warn
 from train.store.regroup import How
+from train.tasks.task import resolved_task
 
 USAGE = """\
 usage: decentjax train CONFIG [--run-dir RUN] [--init-from RUN] [--auto-resume]
@@ -128,10 +135,12 @@ def _listed() -> str:
 
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
-    loaded, sinks = load_config(path), own_sinks(path)
-    default, options = take_sections(loaded, options)
-    if (warmup := default.optimizer.warmup_steps) < loaded.optimizer.warmup_steps:
-        print(f"--num-steps is short: the warm-up takes {warmup} steps")
+    default, sinks = load_config(path), own_sinks(path)
+    default, options = take_sections(default, options)
+    own = default.optimizer.warmup_steps
+    default = with_a_shorter_warmup(default, options)
+    if (warmup := default.optimizer.warmup_steps) < own:
+        print(f"--num-steps is short: the warm-up takes {warmup} steps, not {own}")
     # tyro would only call it an unknown option.
     if "--resume" in options:
         raise ValueError(
@@ -231,6 +240,7 @@ def _starting() -> contextlib.AbstractContextManager[None]:
 def _run(config: Config, run_dir: Path, *how: Any) -> None:
     # Before the job starts, as its other processes would wait for this one.
     check_folder(run_dir)
+    config = dataclasses.replace(config, task=resolved_task(config.task))
     begin = functools.partial(train, config, run_dir, *how)
     if config.is_apart:
         start_peer(config)

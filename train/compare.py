@@ -72,7 +72,7 @@ def compare(
     Configs of peers need one, since what a worker mixes depends on which workers are
     late.
 
-    A field of the configs is an option, as of `train`: one value is that of all
+    Behind the configs their fields are options, as of `train`: one value is that of all
     configs, as by `change`, and with several each config is trained with each, as by
     `vary`.
 
@@ -176,7 +176,10 @@ def _common_headline(configs: Sequence[Config]) -> Headline:
       ValueError: if there is none, or two configs have the same name.
     """
     if not configs:
-        raise ValueError("give a config, or several: digits_allreduce digits_dadam_aer")
+        raise ValueError(
+            "give a config, or several, before all options: digits_allreduce "
+            "digits_dadam_aer"
+        )
     names = [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ValueError(f"each config needs a name of its own, got {names}")
@@ -351,7 +354,9 @@ def _trained(
 def _with_fields(arguments: Sequence[str]) -> list[str]:
     """The command line with fields of the configs as --change and --vary."""
     rest, fields = take_varied(arguments)
-    several = [field for field, values in fields.items() if len(values) != 1]
+    # A flag has no value.
+    fields = {field: values or ["True"] for field, values in fields.items()}
+    several = [field for field, values in fields.items() if len(values) > 1]
     if len(several) > 1 or (several and "--vary" in rest):
         raise ValueError(
             "one field can have several values, got --"

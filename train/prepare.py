@@ -102,7 +102,7 @@ def text(
         default one for each 400 bytes of text, from 512 to 50,257.
       tokenizer: JSON file of a tokenizer, such as GPT-2's, to use instead of learning.
       held_out_share: share of the documents that go to val.bin; of a few large ones
-        their last lines.
+        the last part of each.
     """
     check_folder(out, tokenizer, *files)
     if not files:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from train.cli.command import command
+from train.cli.config_json import read_fields
 from train.cli.options import Trust
 from train.cli.progress import progress as progress_line
 from train.cli.read import from_options
@@ -56,9 +57,10 @@ class Replayed:
     """Repeats a run of peers on one device, as it was or with other settings.
 
     Without settings it repeats the run from its record, bit for bit, and compares what
-    comes out with what was saved. With fields of the config, each with its values, it
-    simulates the run with each combination of them, on the compute times that the
-    timeline has recorded, and trains it: a table says which would have been best.
+    comes out with what was saved. With fields of the config behind the folder, each
+    with its values, it simulates the run with each combination of them, on the compute
+    times that the timeline has recorded, and trains it: a table says which would have
+    been best.
     Process failures count as steps that took long.
 
     Examples: `decentjax replay runs/peers`, and
@@ -175,7 +177,9 @@ def what_if(
         )
     own = saved_config(run, None, trust)
     try:
-        times = compute_times(spans, own.num_steps, own.workers.num_workers)
+        count = read_fields(run / "config.json")["distributed"]["num_processes"]
+        sizes = own.num_steps, own.workers.num_workers, count
+        times = compute_times(spans, *sizes)
     except ValueError as error:
         raise ValueError(f"{run}: {error}") from error
     others = list(variations(own, varied))

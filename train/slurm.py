@@ -32,10 +32,12 @@ class JobFile:
       config: file or name of a config.
       nodes: number of nodes.
       gpus: number of GPUs of each node; 0 for one process without GPUs on each node.
-      cpus: number of CPU cores of each process.
-      hours: longest time of a job, in hours; it is queued again until the run ends.
-      jobset: whether to print a manifest for Kubernetes.
-      image: image of the pods.
+      cpus: number of CPU cores of each process, for Slurm.
+      hours: longest time of a job, in hours; it is queued again until the run ends; for
+        Slurm.
+      jobset: whether to print a manifest for Kubernetes, in which each pod has a
+        process and counts as a node.
+      image: image of the pods, which has the config's file where this names it.
     """
 
     config: Annotated[Path, tyro.conf.Positional]
@@ -47,10 +49,10 @@ class JobFile:
     image: str = "decentjax:latest"
 
     def __post_init__(self):
-        counts = self.nodes, self.gpus + 1, self.cpus, self.hours
-        if not all(count > 0 for count in counts):
+        counts = self.nodes, self.gpus + 1, self.cpus
+        if not all(count > 0 for count in counts) or not 0.1 <= self.hours <= 8760:
             raise ValueError(
-                "a job needs at least one node, core and some hours, got "
+                "a job needs at least one node, one core and 0.1 to 8760 hours, got "
                 f"nodes = {self.nodes}, gpus = {self.gpus}, cpus = {self.cpus}, "
                 f"hours = {self.hours:g}"
             )
@@ -101,7 +103,7 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
       options: options of the run.
     """
     name, count = load_config(job.config).name, job.nodes * job.per_node
-    label = name.replace("_", "-")
+    label = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     text = (FOLDER / "jobset.yaml").read_text()
     text = _filled(text, r" {}: ", {"parallelism": count, "completions": count})
     text = _filled(text, r" {}: ", {"image": job.image})
@@ -119,8 +121,11 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
     text = text.replace("  name: decentjax\n", f"  name: {label}\n")
     text = text.replace("subdomain: decentjax\n", f"subdomain: {label}\n")
     indent = " " * 20
+    text = text.replace(f"{indent}- quickstart\n", f"{indent}- {job.config}\n")
+    # Last, so that they count.
     more = "".join(f"{indent}- {_quoted(option)}\n" for option in options)
-    text = text.replace(f"{indent}- quickstart\n", f"{indent}- {job.config}\n{more}")
+    last = f"{indent}- --distributed.process-id=$(JOB_COMPLETION_INDEX)\n"
+    text = text.replace(last, last + more)
     if not job.gpus:
         text = re.sub(r" +resources:\n.*\n.*nvidia.*\n", "", text)
     _, _, rest = text.partition("# The image is")

@@ -45,9 +45,6 @@ else:
 def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[str]]:
     """Takes the names of sections out of a command line.
 
-    If it has fewer steps than the warm-up that the config has by itself, the config
-    gets a shorter one.
-
     Returns:
       The config with sections of these kinds, not checked as a whole before the other
       options are read, and these options, by the full names of their fields.
@@ -57,7 +54,7 @@ def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[
     """
     chosen, rest = _split(options)
     rest = [_in_full(option) for option in rest]
-    changed = _with_a_shorter_warmup(copy.copy(config), rest)
+    changed = copy.copy(config)
     for section, name in chosen.items():
         if name != getattr(config, section).name:
             object.__setattr__(changed, section, kind_of(section, name)())
@@ -80,7 +77,12 @@ def _in_full(option: str) -> str:
     return f"--{full_name(name)}{equals}{value}"
 
 
-def _with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
+def with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
+    """The config with a warm-up that ends within the steps of a command line.
+
+    Not checked as a whole before the options are read. The warm-up of a command line,
+    and a schedule of one's own, stay as they are.
+    """
     given: dict[str, str] = {}
     for option, after in itertools.pairwise([*options, ""]):
         name, equals, value = option.replace("_", "-").partition("=")
@@ -88,7 +90,7 @@ def _with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
     count = given.get("--num-steps", "")
     is_own = "--optimizer.warmup-steps" in given or config.optimizer.schedule
     if count.isdecimal() and int(count) <= config.optimizer.warmup_steps and not is_own:
-        optimizer = copy.copy(config.optimizer)
+        optimizer, config = copy.copy(config.optimizer), copy.copy(config)
         object.__setattr__(optimizer, "warmup_steps", int(count) // 2)
         object.__setattr__(config, "optimizer", optimizer)
     return config

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -171,8 +172,8 @@ class TextFiles:
     document do not count.
 
     A document's checksum decides whether it is held out, so that equal documents are on
-    the same side. Where it would hold out none, as of a few large ones, the last lines
-    of each document are held out; where it would hold out all, one is to train on.
+    the same side. Where it would hold out none, as of a few large ones, the last part
+    of each document is held out; where it would hold out all, one is to train on.
 
     Args:
       files: text files, and folders of text files.
@@ -223,9 +224,10 @@ class TextFiles:
             if self._limit is not None:
                 yield document, _checksum(document) < self._limit
                 continue
-            at = len(document) - max(1, round(self._share * len(document)))
-            # At the end of a line, if there is one.
-            at = 1 + document.rfind("\n", 0, at) or at
+            size = max(1, round(self._share * len(document)))
+            at = len(document) - size
+            # At the end of a line, if one is as near.
+            at = 1 + document.rfind("\n", max(0, at - size), at) or at
             if head := document[:at].rstrip("\r\n"):
                 yield head, False
             yield document[at:], True
@@ -254,7 +256,8 @@ def _documents(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return text.split(SEPARATOR)
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: JSON may have other ends of lines in its strings.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -301,6 +304,8 @@ def read_text_files(path: Path, held_out_share: float) -> Tokens:
         raise ValueError(f"{path}: {error}") from error
     for document, is_held_out in documents("reading"):
         sides[is_held_out].append(document.encode() + b"\0")
+    for file, why in documents.skipped.items():
+        print(f"left out {file}: {why}", file=sys.stderr)
     return Tokens(*(np.frombuffer(b"".join(one), np.uint8) for one in sides))
 
 

@@ -83,9 +83,10 @@ def vocabulary_size(path: Path) -> int:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        ids = [*found["model"]["vocab"].values()]
-        ids += [token["id"] for token in found["added_tokens"]]
-        return 1 + max(ids)
+        vocab = found["model"]["vocab"]
+        # A list has a token for each id.
+        ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+        return 1 + max([*ids, *(token["id"] for token in found["added_tokens"])])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0  # Whoever reads it says what is wrong.
 

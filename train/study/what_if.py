@@ -49,7 +49,7 @@ class TriedSetting(NamedTuple):
         """Rows of time, and the mean loss of the tenth of all steps before it."""
         size = max(1, round(SMOOTHED * len(self.outcome.losses)))
         steps, losses = zip(*self.outcome.losses, strict=True)
-        ends = [self.ends[t] for t in (*steps[1:], len(self.ends) - 1)]
+        ends = [self.ends[t] for t in steps]
         means = np.array([x[0] for x in losses])
         rows = range(size, len(means) + 1)
         return [(ends[t - 1], float(finite_mean(means[t - size : t]))) for t in rows]
@@ -79,7 +79,10 @@ def variations(
 
 
 def compute_times(
-    spans: Sequence[ActivitySpan], num_steps: int, num_workers: int
+    spans: Sequence[ActivitySpan],
+    num_steps: int,
+    num_workers: int,
+    num_processes: int,
 ) -> np.ndarray:
     """Returns how long each worker took for each step without waiting, [T, N].
 
@@ -91,6 +94,7 @@ def compute_times(
       spans: the spans of all processes.
       num_steps: T.
       num_workers: N.
+      num_processes: number of processes, each with as many workers.
 
     Raises:
       ValueError: if a process has recorded no step.
@@ -109,20 +113,16 @@ def compute_times(
                 times[span.step, column] = span.end - since
             if span.activity in ENDS:
                 before = span.end
-    if len(processes) == 0 or num_workers % len(processes) or _has_none(times):
+    if processes != list(range(num_processes)) or np.isnan(times).all(0).any():
         raise ValueError(
-            f"its timelines are of {len(processes)} processes, of {num_workers} "
-            "workers: train with --log.timeline, and keep all folders of the run"
+            f"its timelines are of the processes {processes}, of {num_processes}: "
+            "train all with --log.timeline, and keep all folders of the run"
         )
     for column in times.T:
         known = np.flatnonzero(~np.isnan(column))
         before = np.searchsorted(known, np.arange(num_steps), "right") - 1
         column[:] = column[known[before.clip(0)]]
     return np.repeat(times, num_workers // len(processes), axis=1)
-
-
-def _has_none(times: np.ndarray) -> bool:
-    return bool(np.isnan(times).all(0).any())
 
 
 class Recorded(NamedTuple):

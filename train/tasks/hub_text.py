@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,18 +55,29 @@ class HubTextTask(TextOptions):
         vocabulary = functools.cache(self._vocabulary)
 
         def read() -> Tokens:
+            if len(vocabulary()) > options.model.vocabulary:
+                raise ValueError(
+                    f"the text has {len(vocabulary())} tokens, and the model "
+                    f"{options.model.vocabulary}: set --task.model.vocabulary"
+                )
             splits = read_splits(self.data, self.subset, self.held_out_share)
             return read_text(splits, self.column, vocabulary())
 
-        known = 256 if self.tokenizer is None else vocabulary_size(Path(self.tokenizer))
+        options = self.resolved()
         return text_task(
             read,
-            self.knowing(known),
+            options,
             dtype=np.int32,
             score="bits_per_byte" if in_bytes else "loss",
             unit=lambda nats: nats / jnp.log(2) if in_bytes else nats,
             vocabulary=vocabulary,
         )
+
+    def resolved(self) -> Self:
+        """The task with what its data decides."""
+        path = self.tokenizer
+        known = len(Bytes()) if path is None else vocabulary_size(Path(path))
+        return self.knowing(known)
 
     def _vocabulary(self) -> Vocabulary | Bytes:
         path = self.tokenizer

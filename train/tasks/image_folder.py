@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Self
 
 from train.data.image_files import read_image_folder
 from train.fields import checked
@@ -25,6 +26,11 @@ class ImageFolderTask(LabelledOptions):
     def build(self) -> Task:
         folder, share = Path(self.data), self.held_out_share
         read = functools.partial(read_image_folder, folder, share)
-        # A task is also built where its data is missing.
-        known = len(read().names) if folder.is_dir() else 0
-        return labelled_images(read, self.knowing(known))
+        return labelled_images(read, self.resolved())
+
+    def resolved(self) -> Self:
+        """The task with what its data decides: the number of classes."""
+        folder = Path(self.data)
+        if not folder.is_dir():  # A task is also built where its data is missing.
+            return self
+        return self.knowing(len(read_image_folder(folder, self.held_out_share).names))

@@ -105,13 +105,15 @@ def spelled(
 ) -> Iterator[str]:
     """Yields what each text adds to the one before, in whole characters.
 
-    Only tokens that are not shown yet are decoded: no time grows with the text.
+    Only the newest tokens are decoded, behind those shown last, on which their spaces
+    depend: no time grows with the text.
     """
-    shown, tokens, text = 0, (), ""
+    before, shown, added = 0, 0, ""
     for tokens in texts:
-        (text,) = decode([tokens[shown:]])
+        known, text = decode([tokens[before:shown], tokens[before:]])
+        added = text[len(known) :]
         # A character of several bytes is U+FFFD until its last byte is there.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text
-            shown, text = len(tokens), ""
-    yield text
+            yield added
+            before, shown, added = shown, len(tokens), ""
+    yield added

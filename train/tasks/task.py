@@ -154,6 +154,11 @@ class TaskOptions(Protocol):
     def build(self) -> Task: ...
 
 
+def resolved_task(config: Any) -> Any:
+    """The config of a task with what its data decides, if it has such a part."""
+    return config.resolved() if hasattr(config, "resolved") else config
+
+
 def build_task(options: TaskOptions) -> Task:
     """Returns the task of some options.
 

@@ -1,6 +1,8 @@
 """Language modelling of one's own text, or of token files in nanoGPT's layout."""
 
+import dataclasses
 from pathlib import Path
+from typing import Literal, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,20 +31,22 @@ class TextTask(TextOptions):
       data: folder of the two, which `decentjax prepare text` has written; or text: a
         file, a folder of files, or NAME.jsonl with a "text" in each line. Its bytes are
         the tokens then.
+      kind: whether the data is text, whose bytes are the tokens, or such a folder;
+        "auto" looks, and a run keeps what it has found.
       held_out_share: share of the documents that is held out of text.
     """
 
     data: str
+    kind: Literal["auto", "bytes", "tokens"] = "auto"
     held_out_share: float = 0.05
     num_eval_windows: int = 2048
     eval_rows: int = 16
 
     def build(self) -> Task:
-        path = Path(self.data)
-        if not is_prepared(path):
-            return self._of_bytes(path)
+        path, options = Path(self.data), self.resolved()
+        if options.kind == "bytes":
+            return options._of_bytes(path)
         tokens = path / "vocabulary.json"
-        options = self.knowing(vocabulary_size(tokens))
 
         def read() -> Tokens:
             check_tokens(path, options.model.vocabulary)
@@ -56,10 +60,20 @@ class TextTask(TextOptions):
             vocabulary=lambda: load_vocabulary(tokens),
         )
 
+    def resolved(self) -> Self:
+        """The task with what its data decides: its kind, and the model's vocabulary."""
+        path, kind = Path(self.data), self.kind
+        if kind == "auto":
+            kind = "tokens" if is_prepared(path) else "bytes"
+        num_tokens = len(Bytes())
+        if kind == "tokens":
+            num_tokens = vocabulary_size(path / "vocabulary.json")
+        return dataclasses.replace(self.knowing(num_tokens), kind=kind)
+
     def _of_bytes(self, path: Path) -> Task:
         return text_task(
             lambda: read_text_files(path, self.held_out_share),
-            self.knowing(len(Bytes())),
+            self,
             dtype=np.uint8,
             score="bits_per_byte",
             unit=lambda nats: nats / jnp.log(2),
