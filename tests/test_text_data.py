@@ -5,6 +5,9 @@ import json
 import os
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -192,13 +195,40 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     assert embedded(tmp_path / "out") == embedded(tmp_path / "no") == (300, "loss")
     # A run keeps what it has found, wherever it is read later.
     found = TextTask(data=str(files), model=model).resolved()
-    assert (found.kind, found.model.vocabulary) == ("bytes", 300)
+    assert (found.tokens, found.model.vocabulary) == ("bytes", 300)
     moved = dataclasses.replace(found, data=str(tmp_path / "no"))
     assert moved.resolved() == moved
     assert build_task(moved).headline.name == "bits_per_byte"
     assert is_prepared(tmp_path / "no")
     (tmp_path / "empty").mkdir()
     assert is_prepared(tmp_path / "empty")
+
+
+@pytest.mark.slow
+def test_text_is_trained_on_by_one_command_and_its_run_needs_it_no_more(
+    files, tmp_path
+):
+    run = tmp_path / "run"
+    sizes = ("--workers.num-workers", "2", "--workers.workers-per-node", "1")
+    more = ("--task.model.context", "8", "--task.model.vocabulary", "9", "--bs", "2")
+
+    def call(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "decentjax", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+        )
+
+    given = ("--task.data", files, "--num-steps", "4", *sizes, *more)
+    done = call("train", "text", *given, "--run-dir", run)
+    assert done.returncode == 0, done.stderr
+    assert "--num-steps is short: the warm-up takes 2 steps, not 50" in done.stdout
+    task = json.loads((run / "config.json").read_text())["task"]
+    assert (task["tokens"], task["model"]["vocabulary"]) == ("bytes", 256)
+    shutil.rmtree(files)
+    done = call("generate", run, "Doku", "--tokens", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Doku")
 
 
 def test_the_size_of_a_vocabulary_is_that_of_its_file(tmp_path):

@@ -31,22 +31,22 @@ class TextTask(TextOptions):
       data: folder of the two, which `decentjax prepare text` has written; or text: a
         file, a folder of files, or NAME.jsonl with a "text" in each line. Its bytes are
         the tokens then.
-      kind: whether the data is text, whose bytes are the tokens, or such a folder;
-        "auto" looks, and a run keeps what it has found.
+      tokens: whether they are the bytes of text, or those of such a folder; "auto"
+        looks, and a run keeps what it has found.
       held_out_share: share of the documents that is held out of text.
     """
 
     data: str
-    kind: Literal["auto", "bytes", "tokens"] = "auto"
+    tokens: Literal["auto", "bytes", "prepared"] = "auto"
     held_out_share: float = 0.05
     num_eval_windows: int = 2048
     eval_rows: int = 16
 
     def build(self) -> Task:
         path, options = Path(self.data), self.resolved()
-        if options.kind == "bytes":
+        if options.tokens == "bytes":
             return options._of_bytes(path)
-        tokens = path / "vocabulary.json"
+        vocabulary = path / "vocabulary.json"
 
         def read() -> Tokens:
             check_tokens(path, options.model.vocabulary)
@@ -57,18 +57,18 @@ class TextTask(TextOptions):
             options,
             dtype=np.uint16,
             score="loss",
-            vocabulary=lambda: load_vocabulary(tokens),
+            vocabulary=lambda: load_vocabulary(vocabulary),
         )
 
     def resolved(self) -> Self:
-        """The task with what its data decides: its kind, and the model's vocabulary."""
-        path, kind = Path(self.data), self.kind
-        if kind == "auto":
-            kind = "tokens" if is_prepared(path) else "bytes"
-        num_tokens = len(Bytes())
-        if kind == "tokens":
-            num_tokens = vocabulary_size(path / "vocabulary.json")
-        return dataclasses.replace(self.knowing(num_tokens), kind=kind)
+        """The task with what its data decides: tokens, and the model's vocabulary."""
+        path, tokens = Path(self.data), self.tokens
+        if tokens == "auto":
+            tokens = "prepared" if is_prepared(path) else "bytes"
+        count = len(Bytes())
+        if tokens == "prepared":
+            count = vocabulary_size(path / "vocabulary.json")
+        return dataclasses.replace(self.knowing(count), tokens=tokens)
 
     def _of_bytes(self, path: Path) -> Task:
         return text_task(
