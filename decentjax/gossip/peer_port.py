@@ -273,7 +273,10 @@ class PeerPort:
             self._reading = {i: (i, step) for i in self.party.workers}
             return list(self._reading.values())
         count = self.topology.num_workers
-        living = self.living() if self._links else list(range(count))
+        living = list(range(count))
+        if self._links is not None:
+            # Who has ended regularly leaves no data to the others.
+            living = sorted({*self.living(), *self._links.left})
         for i in self.party.workers:
             shard = shard_of(i, step, living, count)
             self._reading[i] = shard, self.ledger.next_batch(i, shard)
