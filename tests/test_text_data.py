@@ -31,6 +31,7 @@ from train.data.vocabulary import (
     vocabulary_size,
 )
 from train.models.gpt import GPTConfig
+from train.run.resume import trained_by
 from train.tasks.task import build_task
 from train.tasks.text import TextTask
 
@@ -225,6 +226,8 @@ def test_text_is_trained_on_by_one_command_and_its_run_needs_it_no_more(
     assert "--num-steps is short: the warm-up takes 2 steps, not 50" in done.stdout
     task = json.loads((run / "config.json").read_text())["task"]
     assert (task["tokens"], task["model"]["vocabulary"]) == ("bytes", 256)
+    # A run of an earlier version has not written what its tokens are, and resumes.
+    assert trained_by({"task": {"tokens": "auto", "x": 1}}) == {"task": {"x": 1}}
     shutil.rmtree(files)
     done = call("generate", run, "Doku", "--tokens", "5")
     assert done.returncode == 0, done.stderr

@@ -60,6 +60,7 @@ FREE = (
     "task.sample_bytes",
     "task.sample_prompt",
     "task.sample_tokens",
+    "task.tokens",  # A run begins with what it has found in place of "auto".
     "data.num_processes",
     "workers.devices_per_worker",
     "evaluation",

@@ -56,7 +56,7 @@ class LabelledOptions:
             )
 
     def knowing(self, num_classes: int) -> Self:
-        """The options with a model that knows at least so many classes."""
+        """The options with a model that knows at least this number of classes."""
         most = max(self.model.num_classes, num_classes)
         model = dataclasses.replace(self.model, num_classes=most)
         return dataclasses.replace(self, model=model)

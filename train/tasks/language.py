@@ -54,7 +54,7 @@ class TextOptions:
         check_sample(self.sample_prompt, self.sample_tokens)
 
     def knowing(self, num_tokens: int) -> Self:
-        """The options with a model that knows at least so many tokens."""
+        """The options with a model that knows at least this number of tokens."""
         vocabulary = max(self.model.vocabulary, num_tokens)
         model = dataclasses.replace(self.model, vocabulary=vocabulary)
         return dataclasses.replace(self, model=model)
