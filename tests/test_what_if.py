@@ -164,3 +164,6 @@ def test_what_cannot_be_simulated_is_refused(tmp_path):
     (tmp_path / "process-0" / "config.json").write_text(to_json(CONFIG))
     with pytest.raises(ValueError, match=r"no timeline, .* with --log.timeline"):
         what_if(tmp_path, varied)
+    (tmp_path / "what_if").symlink_to(tmp_path.parent)
+    with pytest.raises(ValueError, match="what_if"):
+        what_if(tmp_path, varied)

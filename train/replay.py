@@ -34,7 +34,7 @@ from train.run.lives import read_lives
 from train.run.resume import saved_config
 from train.run.scores import read_trained
 from train.run.used_record import read_used
-from train.store.folder import process_folders
+from train.store.folder import check_links, process_folders
 from train.store.timeline import read_timelines
 from train.study.clock import Clock
 from train.study.outcome import kept
@@ -170,6 +170,7 @@ def what_if(
         raise ValueError(
             f"{run} holds no run of peers: they are those with --exchange peers"
         )
+    check_links(run)  # What is written here goes through none.
     if not spans:
         raise ValueError(
             f"{run} has no timeline, which says how long its workers computed: train "
