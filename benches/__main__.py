@@ -4,6 +4,7 @@ import importlib
 import sys
 import typing
 
+from train.cli.changes import FIELDS, as_changes
 from train.cli.command import command, show_usage
 from train.cli.read import from_options
 
@@ -58,7 +59,11 @@ def main(arguments: list[str]) -> int:
     run = importlib.import_module(f"benches.{BENCHES[name][0]}").main
     # The options are the fields of the class that `main` takes.
     kind, _ = typing.get_type_hints(run).values()
-    return run(from_options(kind, prog=f"decentjax bench {name}", args=options))
+    also = ()
+    if hasattr(kind, "change"):
+        options, also = as_changes(options), FIELDS
+    prog = f"decentjax bench {name}"
+    return run(from_options(kind, prog=prog, args=options, also=also))
 
 
 if __name__ == "__main__":

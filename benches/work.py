@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from benches.results import check_at_least, write_results
 from decentjax import place, worker_mesh
+from train.cli.changes import Changes, with_changes
 from train.cli.load import load_config
 from train.cli.tables import markdown
 from train.config import Config
@@ -20,7 +20,6 @@ from train.data.batches import feed
 from train.figures.style import grid, to_svg
 from train.run.build import build_lone_step, build_state, build_steps
 from train.run.optimizers import build_optimizer
-from train.run.resume import with_changes
 from train.tasks.task import build_task
 
 QUANTILES = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
@@ -33,11 +32,13 @@ class WorkBench:
     trace.npy has the seconds of each step and worker, for the clock of `decentjax
     compare`.
 
-    Example: `decentjax bench work --change workers.num-workers=16`.
+    Fields of the config are options too.
+
+    Example: `decentjax bench work --workers.num-workers 16`.
 
     Args:
       config: config of the run.
-      change: FIELD=VALUE of the config, such as "workers.num-workers=16".
+      change: FIELD=VALUE of the config.
       steps: number of steps of each worker.
       rounds: number of runs of each worker, which do the same work: of each step the
         shortest time counts, as other programs may delay a run.
@@ -45,7 +46,7 @@ class WorkBench:
     """
 
     config: Path = Path("navigate_wagma")
-    change: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    change: Changes = ()
     steps: int = 400
     rounds: int = 3
     out: Path = Path("runs/work")

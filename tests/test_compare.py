@@ -13,7 +13,7 @@ import pytest
 from paths import PLAIN, WAYS, Overflows, effect
 from scipy import stats
 
-from train.compare import _held_out, _with_fields, compare
+from train.compare import _held_out, _varied, _with_fields, compare
 from train.config import (
     EvaluationConfig,
     GroupExchange,
@@ -352,9 +352,13 @@ def test_fields_are_options_of_a_comparison():
         *("digits_*", "--seeds", "2", "--change", "num-steps=20"),
         *("--vary", "optimizer.learning-rate", "1e-3", "3e-3"),
     ]
-    for more in (["--seed", "1", "2"], ["--vary", "seed", "1"]):
-        with pytest.raises(ValueError, match=r"one field can have several values, got"):
-            _with_fields([*given, *more])
+    configs = _varied(Path("quickstart"), (), [("lr", "1", "2"), ("seed", "1", "2")])
+    assert [(one.optimizer.learning_rate, one.seed) for one in configs] == [
+        *((1, 1), (1, 2), (2, 1), (2, 2))
+    ]
+    assert [one.name for one in configs][:2] == [
+        *("quickstart-lr-1-seed-1", "quickstart-lr-1-seed-2")
+    ]
 
 
 def test_peers_that_wait_have_a_clock():
@@ -417,7 +421,7 @@ def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
-    options = dict(seeds=2, vary=("optimizer.accum-steps", "1", "2"), out=tmp_path)
+    options = dict(seeds=2, vary=(("optimizer.accum-steps", "1", "2"),), out=tmp_path)
     compare((LINE_FILE,), **options)
     first = capsys.readouterr().out
     names = ["job_line-accum-steps-1", "job_line-accum-steps-2"]
@@ -645,7 +649,7 @@ def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
     compare(
         (LINE_FILE,),
         seeds=6,
-        vary=("optimizer.learning-rate", "1e-6", "0.5"),
+        vary=(("optimizer.learning-rate", "1e-6", "0.5"),),
         score="training_loss",
         out=tmp_path,
     )
@@ -668,7 +672,7 @@ def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
             {},
             "got ['digits_dadam_aer', 'digits_dadam_complete', 'digits_dadam_aer']",
         ),
-        ((LINE_FILE,), {"vary": ("topology.name",)}, "needs a field and its values"),
+        ((LINE_FILE,), {"vary": (("topology.name",),)}, "needs a field and its values"),
     ],
 )
 def test_nothing_to_compare_gets_a_sentence(configs, options, message, tmp_path):
@@ -679,13 +683,13 @@ def test_nothing_to_compare_gets_a_sentence(configs, options, message, tmp_path)
 
 def test_a_value_that_is_none_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        compare((LINE_FILE,), vary=("topology.name", "pentagram"), out=tmp_path)
+        compare((LINE_FILE,), vary=(("topology.name", "pentagram"),), out=tmp_path)
     assert "pentagram" in capsys.readouterr().err
 
 
 def test_a_field_that_is_none_is_named(tmp_path):
     with pytest.raises(ValueError, match="did you mean name in place of nam"):
-        compare((LINE_FILE,), vary=("topology.nam", "ring"), out=tmp_path)
+        compare((LINE_FILE,), vary=(("topology.nam", "ring"),), out=tmp_path)
 
 
 # Hours of sleep that two drugs gave ten people: Student (1908), The probable error of

@@ -576,7 +576,7 @@ def test_who_gives_up_says_how_to_go_on(tmp_path):
     code, lines = supervised(fails, "import time; time.sleep(9)")
     assert code == 70
     assert lines[-1] == (
-        f"step 1000 is saved: decentjax launch -n 2 --resume {tmp_path} goes on from it"
+        f"step 1000 is saved: decentjax launch -n 2 resume {tmp_path} goes on from it"
     )
     _, lines = supervised(fails.replace("70", "1"))  # A wrong request, before a step.
     assert "is saved" not in lines[-1]
@@ -629,6 +629,9 @@ def test_each_process_has_the_arguments_of_train_and_its_place():
         ("--module train.advise --measure a.py", "train.advise --measure a.py"),
         ("--measure a.py --module train.advise", "train.advise --measure a.py"),
         ("--resume runs/a --seed 3", "train --resume runs/a --seed 3"),
+        ("resume runs/a --seed 3", "train --resume runs/a --seed 3"),
+        ("advise --measure a.py", "train.advise --measure a.py"),
+        ("dbench a.py --lr 1", "train.dbench a.py --lr 1"),
     ],
 )
 def test_the_processes_run_the_module_that_was_asked_for(

@@ -204,7 +204,7 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     with pytest.raises(ValueError, match=r"TopologyConfig.make is own\.py:my_graph"):
         write_report([Path("run")], page)
     assert write_report([Path("run")], page, trust=["own.py"]) == page
-    main(["--resume", "run", "--trust", "own.py", "--change", "num_steps=8"])
+    main(["--resume", "run", "--trust", "own.py", "--num-steps", "8"])
     assert "held-out error" in capsys.readouterr().out
     assert max(find_checkpoints(Path("run")).steps) == 8
 

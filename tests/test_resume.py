@@ -24,6 +24,7 @@ from saving import state_of
 from decentjax import WorkerState
 from train.__main__ import main
 from train.checkpoint import named
+from train.cli.changes import with_changes
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
@@ -33,7 +34,7 @@ from train.report import write_report
 from train.run.finite import WatchState, build_check
 from train.run.loop import run_steps, train
 from train.run.rates import rates_at
-from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
+from train.run.resume import Begin, Resume, saved_config, what_changed
 from train.run.scores import build_score, read_trained
 from train.run.start_run import Parts
 from train.run.stop import Stop
@@ -121,7 +122,7 @@ def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
     message = (
         rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume from step "
         r"5, which is finite: decentjax resume .* "
-        r"--change optimizer.learning-rate=0.05"
+        r"--optimizer.learning-rate 0.05"
     )
     with pytest.raises(FloatingPointError, match=message):
         train(poisoned(poison, log=log), tmp_path)
@@ -402,11 +403,11 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     [
         (
             dataclasses.replace(LINE, seed=3),
-            "seed was 0 and is 3; .* as --change seed=3$",
+            "seed was 0 and is 3; .* give decentjax resume --seed 3$",
         ),
         (
             dataclasses.replace(LINE, topology=TopologyConfig(name="complete")),
-            "topology.name was '.*' and is 'complete'; .* --change topology.name=compl",
+            "topology.name was '.*' and is 'complete'; .* --topology.name complete",
         ),
         (dataclasses.replace(LINE, num_steps=15), "has done 20 steps, more than"),
         (
@@ -532,7 +533,7 @@ def cosine(step, num_steps, peak=0.1, final=1e-4):
 @pytest.mark.parametrize(
     ("num_steps", "changes", "now", "how"),
     [
-        (45, (), cosine(20, 45), "add --change optimizer.learning-rate={0} --ch.*{0}"),
+        (45, (), cosine(20, 45), "add --optimizer.learning-rate {0} --op.*{0}"),
         (25, ("optimizer.learning-rate=0.5",), cosine(20, 25, 0.5), "to keep it, add"),
         (25, ("optimizer.decay=steps",), 0.1, "to keep it, add"),
         (90, ("optimizer.warmup-steps=80",), 0.1 * 20 / 80, "without the change it"),
@@ -918,5 +919,6 @@ def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypat
     assert "sample of the mean model" in said
     with pytest.raises(SystemExit, match="a run brings its own config"):
         main(["tests/line.py", "--resume"])
-    with pytest.raises(SystemExit, match=r"learning_rate was 0.1 and is 0.2"):
-        main(["--resume", str(run_dir), *options[:2], "--optimizer.learning-rate=0.2"])
+    main(["--resume", str(run_dir), *options[:2], "--num-steps=26", "--lr", "0.2"])
+    changed = [row["changed"] for row in read_metrics(run_dir) if "changed" in row]
+    assert "optimizer.learning_rate was 0.1 and is 0.2" in changed[-1]

@@ -9,6 +9,7 @@ import tiny
 
 from decentjax.gossip import AutoPatience
 from train.__main__ import main
+from train.cli.changes import with_fields
 from train.cli.config_json import from_defaults, from_fields, to_json
 from train.cli.old_config import upgraded
 from train.cli.sections import (
@@ -27,7 +28,6 @@ from train.config import (
     StepConfig,
     TopologyConfig,
 )
-from train.run.resume import with_fields
 
 RING = dataclasses.replace(tiny.config, topology=TopologyConfig(name="ring"))
 PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]

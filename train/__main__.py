@@ -31,6 +31,7 @@ import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
 from decentjax.distributed.watch import close_watch, watch
+from train.cli.changes import as_change, take_fields, with_changes
 from train.cli.command import (
     FAILED,
     NOT_FINITE,
@@ -57,7 +58,7 @@ from train.job.distributed import fail_stop, leave, start
 from train.job.peer_place import start_peer
 from train.run.facts import add_results
 from train.run.loop import Outcome, train
-from train.run.resume import Resume, saved_config, with_changes
+from train.run.resume import Resume, saved_config
 from train.run.sinks import Sink
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
@@ -87,17 +88,17 @@ names:
 
 {configs}"""
 RESUME_USAGE = """\
-usage: decentjax resume RUN [--step STEP] [--change FIELD=VALUE ...]
-                        [--resume.workers {mean,repeat,select}]
+usage: decentjax resume RUN [--step STEP] [--resume.workers {mean,repeat,select}]
                         [--trust MODULE_OR_FILE ...] [--field value ...]
        decentjax resume RUN --help
 
-Continues the run in the folder RUN, from its newest checkpoint or that of STEP.
+Continues the run in the folder RUN, from its newest checkpoint or that of STEP. Fields
+of its config that are given train differently from there on.
 
 examples:
   decentjax resume runs/ring --num-steps 4000
-  decentjax resume runs/ring --step 1000 --change optimizer.learning-rate=1e-3
-  decentjax launch -n 4 --resume runs/ring"""
+  decentjax resume runs/ring --step 1000 --optimizer.learning-rate 1e-3
+  decentjax launch -n 4 resume runs/ring"""
 
 
 def main(arguments: list[str]) -> None:
@@ -137,10 +138,7 @@ def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
     default, sinks = load_config(path), own_sinks(path)
     default, options = take_sections(default, options)
-    own = default.optimizer.warmup_steps
     default = with_a_shorter_warmup(default, options)
-    if (warmup := default.optimizer.warmup_steps) < own:
-        print(f"--num-steps is short: the warm-up takes {warmup} steps, not {own}")
     # tyro would only call it an unknown option.
     if "--resume" in options:
         raise ValueError(
@@ -189,12 +187,14 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     sinks = [sink for file in files for sink in own_sinks(file, "trusted file")]
     # A step that is not a number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
-    default, options = take_sections(saved_config(run_dir, step, known.trust), options)
+    options, given = take_fields(options)
+    changes = [as_change(*field)[1] for field in given.items()]
+    saved = saved_config(run_dir, step, known.trust)
+    default, fields = with_changes(saved, changes, is_new=False)
 
     def run(
         config: ConfigArgument = default,
         step: int | None = None,
-        change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
         exchange: ExchangeName = default.exchange.name,
@@ -204,14 +204,12 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         Args:
           step: step of the checkpoint; by default the newest readable one. Newer ones
             are moved to RUN/set_aside.
-          change: FIELD=VALUE that changes the training from this step on.
           workers: initial state for a different number of workers: the "mean" of all
             saved models and moments, those of the saved workers in turn ("repeat"), or
             those of the first ("select").
         """
         del trust, exchange  # Read above.
-        changed, fields = with_changes(config, change)
-        run_here(changed, run_dir, Resume(step, fields, workers), sinks=sinks)
+        run_here(config, run_dir, Resume(step, fields, workers), sinks=sinks)
 
     prog = f"decentjax resume {run_dir}"
     from_options(run, prog=prog, args=options, config=AS_OPTIONS)

@@ -15,19 +15,24 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from train.cli.changes import (
+    FIELDS,
+    Changes,
+    as_change,
+    take_fields,
+    with_changes,
+)
 from train.cli.command import command, show_usage
 from train.cli.families import matching_configs
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.cli.read import from_options
 from train.cli.tables import file_name, label
-from train.cli.varied import take_varied
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
 from train.figures.style import save_svg
 from train.plain_files import write_whole
-from train.run.resume import with_changes, with_field
 from train.study.clock import Clock
 from train.study.comparison import NO_UNITS, Entry, statements, table
 from train.study.outcome import SeedsOutcome, kept
@@ -53,8 +58,10 @@ def compare(
     seeds: int = 3,
     first_seed: int = 0,
     at_once: int | None = None,
-    change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
-    vary: tuple[str, ...] = (),
+    change: Changes = (),
+    vary: Annotated[
+        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.Suppress
+    ] = (),
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
     budget: int | None = None,
     score: str | None = None,
@@ -73,8 +80,8 @@ def compare(
     late.
 
     Behind the configs their fields are options, as of `train`: one value is that of all
-    configs, as by `change`, and with several each config is trained with each, as by
-    `vary`.
+    configs, and with several each config is trained with each, or each combination. A
+    value of several parts has quotes, as `--optimizer.decay-steps "100 150"`.
 
     Examples: `decentjax compare quickstart quickstart_allreduce --seeds 3`, as a short
     trial first with `--num-steps 200`, and `decentjax compare quickstart --lr 5e-3
@@ -88,8 +95,8 @@ def compare(
       at_once: number of seeds trained together, if the device's memory cannot hold all;
         by default all.
       change: FIELD=VALUE of all configs, such as "num-steps=6000".
-      vary: a field and its values, such as "optimizer.accum-steps 1 2 4"; each config
-        is trained with each value.
+      vary: a field and its values, such as "optimizer.accum-steps 1 2 4", as the option
+        of the field itself. Repeat it to add fields.
       tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
         each config uses its best, chosen by `score` of one more seed on every second
         held-out example; results are then on the others. Repeat it to add fields.
@@ -276,20 +283,21 @@ def _check_score(score: Headline, entry: Entry) -> None:
         )
 
 
-def _varied(given: Path, change: Sequence[str], vary: Sequence[str]) -> list[Config]:
+def _varied(
+    given: Path, change: Sequence[str], vary: Sequence[Sequence[str]]
+) -> list[Config]:
     paths = matching_configs(given)
     chosen = [with_changes(load_config(path), change)[0] for path in paths]
-    if not vary:
-        return chosen
-    field, *values = vary
-    if not values:
-        raise ValueError(f"--vary needs a field and its values, got {field} alone")
-    return [_with(config, field, value) for config in chosen for value in values]
+    for field, *values in vary:
+        if not values:
+            raise ValueError(f"--vary needs a field and its values, got {field} alone")
+        chosen = [_with(config, field, value) for config in chosen for value in values]
+    return chosen
 
 
 def _with(config: Config, field: str, value: str) -> Config:
     """The config with one field set, as on the command line of `train`."""
-    changed = with_field(config, field, value, prog=f"--vary {field}")
+    changed, _ = with_changes(config, [f"{field}={value}"])
     name = file_name(f"{config.name}-{field.rpartition('.')[2]}-{value}")
     return dataclasses.replace(changed, name=name)
 
@@ -353,19 +361,10 @@ def _trained(
 
 def _with_fields(arguments: Sequence[str]) -> list[str]:
     """The command line with fields of the configs as --change and --vary."""
-    rest, fields = take_varied(arguments)
-    # A flag has no value.
-    fields = {field: values or ["True"] for field, values in fields.items()}
-    several = [field for field, values in fields.items() if len(values) > 1]
-    if len(several) > 1 or (several and "--vary" in rest):
-        raise ValueError(
-            "one field can have several values, got --"
-            f"{' and --'.join(several)}: --tune takes several fields"
-        )
+    rest, fields = take_fields(arguments)
     for field, values in fields.items():
-        is_varied = field in several
-        rest += ["--vary", field, *values] if is_varied else []
-        rest += [] if is_varied else ["--change", f"{field}={values[0]}"]
+        several = ["--vary", field, *values]
+        rest += several if len(values) > 1 else as_change(field, values)
     return rest
 
 
@@ -374,4 +373,4 @@ if __name__ == "__main__":
         if not sys.argv[1:]:
             show_usage("usage: decentjax compare CONFIG.py [CONFIG.py ...]", [])
         args = _with_fields(sys.argv[1:])
-        from_options(compare, args=args, prog="decentjax compare")
+        from_options(compare, args=args, prog="decentjax compare", also=FIELDS)

@@ -1,8 +1,8 @@
 """Runs a config, or a script of one's own, as several processes on this machine.
 
-`decentjax launch -n N CONFIG.py [--field value ...]`; `--resume RUN` in place of the
-config resumes a run, and `--module` runs another program than `train`. `decentjax
-launch -n N SCRIPT.py [ARGUMENT ...]` runs a script, whose processes find each other by
+`decentjax launch -n N CONFIG.py [--field value ...]`; `resume RUN` in place of the
+config resumes a run, and `advise` and `dbench` run these commands. `decentjax launch
+-n N SCRIPT.py [ARGUMENT ...]` runs a script, whose processes find each other by
 `decentjax.distributed.initialize()`.
 """
 
@@ -32,9 +32,18 @@ APART = ("peers", "quorum", "groups")  # Exchanges of processes that are no job.
 CACHE, WARNINGS = "JAX_COMPILATION_CACHE_DIR", "PYTHONWARNINGS"
 # What may stand before a folder or a config in place of a config, by module.
 FIRST = {"train": "--resume", "train.advise": "--measure"}
+# Commands that may be given by their names: `decentjax launch -n 4 dbench CONFIG`.
+COMMANDS = {
+    "train": ("--module", "train"),
+    "resume": ("--module", "train", "--resume"),
+    "advise": ("--module", "train.advise"),
+    "dbench": ("--module", "train.dbench"),
+}
 USAGE = """\
 decentjax launch -n N [option ...] CONFIG [--field value ...]
-       decentjax launch -n N [option ...] --resume RUN [--field value ...]
+       decentjax launch -n N [option ...] resume RUN [--field value ...]
+       decentjax launch -n N [option ...] dbench CONFIG [option ...]
+       decentjax launch -n N [option ...] advise --measure CONFIG [option ...]
        decentjax launch -n N [option ...] SCRIPT.py [ARGUMENT ...]"""
 EPILOG = """\
 A file of Python that binds the name `config` at its top level is a config, and so is a
@@ -46,7 +55,7 @@ DECENTJAX_LOCAL_ID. Options of the launcher come before a script.
 examples:
   decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
   decentjax launch -n 4 --max-restarts 3 my_script.py --learning-rate 0.1
-  decentjax launch -n 4 --module train.advise --measure my_config.py
+  decentjax launch -n 4 resume runs/ring
 """
 
 
@@ -84,6 +93,9 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     others.required = False
     options, before = parser.parse_known_args(arguments)
     target, rest = options.target, options.rest
+    if rest and target in COMMANDS:
+        own_part = arguments[: len(arguments) - len(rest) - 1]
+        return read([*own_part, *COMMANDS[target], *rest])
     if not before and (options.script or not (options.module or is_config(target))):
         rest = ["script", target, *rest]
     else:

@@ -18,13 +18,13 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
+from train.cli.changes import FIELDS, take_fields
 from train.cli.command import command
 from train.cli.config_json import read_fields
 from train.cli.options import Trust
 from train.cli.progress import progress as progress_line
 from train.cli.read import from_options
 from train.cli.tables import aligned, file_name, label
-from train.cli.varied import take_varied
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison
 from train.figures.style import save_svg
@@ -255,8 +255,9 @@ def _draw(settings: Sequence[TriedSetting], task: Task, path: Path) -> None:
 
 if __name__ == "__main__":
     with command():
-        rest, varied = take_varied(sys.argv[1:])
-        given = from_options(Replayed, args=rest, prog="decentjax replay")
+        rest, varied = take_fields(sys.argv[1:])
+        prog = "decentjax replay"
+        given = from_options(Replayed, args=rest, prog=prog, also=FIELDS)
         if varied or given.between is not None:
             what_if(given.run, varied, given.between, given.trust)
         else:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from train.cli.changes import with_fields
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.config import Config
-from train.run.resume import with_fields
 from train.study.outcome import SeedsOutcome, kept
 from train.study.seeds import train_seeds
 from train.study.tune import half

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import tyro
 
 from benches.quality.torch_gpt import TorchTrainer
+from train.cli.changes import with_fields
 from train.cli.load import load_config
 from train.cli.read import from_options
-from train.run.resume import with_field
 from train.store.log import METRICS, line_of
 
 
@@ -36,7 +36,7 @@ def run(
     dist.init_process_group("gloo")
     options = load_config(config)
     for field, value in zip(fields[::2], fields[1::2], strict=True):
-        options = with_field(options, field, value, prog="torch_run")
+        options = with_fields(options, {field: value})
     trainer = TorchTrainer(options, wrapper)
     rank, num_workers = dist.get_rank(), dist.get_world_size()
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ def measure(config: Config, num_steps: int) -> Setting:
     if mesh is None:
         raise ValueError(
             "simulated workers send no messages to measure: start processes, "
-            "`decentjax launch --processes N --module train.advise --measure "
+            "`decentjax launch -n N advise --measure "
             "CONFIG.py`, or give --workers.where mesh"
         )
     num_workers, local = mesh.shape[AXIS], config.workers.workers_per_node

@@ -11,6 +11,7 @@ from typing import Any
 
 import tyro
 
+from train.cli.meaning import meant
 from train.fields import nearest, words
 
 try:
@@ -35,6 +36,7 @@ def from_options(
     *,
     args: Sequence[str] | None = None,
     read: Callable[..., Any] = tyro.cli,
+    also: Sequence[str] = (),
     **how: Any,
 ) -> Any:
     """Returns what the options make: a value, or what the function returns.
@@ -43,6 +45,7 @@ def from_options(
       kind: class or function whose parameters are the options.
       args: the command line; by default that of this process.
       read: function of tyro that reads it.
+      also: other options of the command, which have been taken out.
       **how: its other arguments.
 
     Raises:
@@ -53,7 +56,8 @@ def from_options(
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             read(kind, args=["--help"], **how)
-        return list(dict.fromkeys(re.findall(r"--[\w.-]+", shown.getvalue())))
+        found = re.findall(r"--[\w.-]+", shown.getvalue())
+        return list(dict.fromkeys([*found, *also]))
 
     commands = list(kind) if isinstance(kind, dict) else []
     with _sentences(lambda event: _sentence(event, commands, names)):
@@ -138,6 +142,9 @@ def _name_and_form(argument: Any) -> str:
 def _unknown(token: str, prog: str, names: Callable[[], list[str]]) -> str:
     if not token.startswith("-"):
         return f"{token!r} follows no option: {prog} --help lists them"
-    near = difflib.get_close_matches(token.partition("=")[0], names(), n=1, cutoff=0.7)
+    known, name = names(), token.partition("=")[0]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    if (same := meant(name)) in known:
+        near = [same]
     hint = f"did you mean {near[0]}?" if near else f"{prog} --help lists them"
     return f"there is no option {token}: {hint}"

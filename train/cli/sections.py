@@ -87,12 +87,16 @@ def with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
     for option, after in itertools.pairwise([*options, ""]):
         name, equals, value = option.replace("_", "-").partition("=")
         given[name] = value if equals else after
-    count = given.get("--num-steps", "")
+    count, own = given.get("--num-steps", ""), config.optimizer.warmup_steps
     is_own = "--optimizer.warmup-steps" in given or config.optimizer.schedule
-    if count.isdecimal() and int(count) <= config.optimizer.warmup_steps and not is_own:
+    if count.isdecimal() and int(count) <= own and not is_own:
         optimizer, config = copy.copy(config.optimizer), copy.copy(config)
         object.__setattr__(optimizer, "warmup_steps", int(count) // 2)
         object.__setattr__(config, "optimizer", optimizer)
+        print(
+            f"--num-steps is short: the warm-up takes {optimizer.warmup_steps} steps, "
+            f"not {own}"
+        )
     return config
 
 

@@ -8,8 +8,8 @@ Learning (2025), whose code is not public.
 """
 
 import contextlib
-import dataclasses
 import math
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -19,23 +19,21 @@ import jax
 import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
+from train.cli.changes import FIELDS, Changes, as_changes, with_changes
 from train.cli.command import FAILED, command, sentence
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
 from train.cli.read import from_options
 from train.cli.tables import counted
-from train.config import DistributedConfig
 from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import Batch, Cell, Scaling, make_cells
 from train.job.distributed import fail_stop, leave, start
-from train.run.resume import with_changes
 from train.study.tune import Grid, read_grid
 from train.tasks.task import Task, build_task
 
-ALONE = DistributedConfig()
 RATE = "optimizer.learning-rate"
 
 
@@ -51,25 +49,25 @@ def dbench(
     workers: tuple[int, ...] = (8, 16, 32),
     seeds: int = 3,
     first_seed: int = 0,
-    num_steps: int | None = None,
     batch: Batch = "local",
     scaling: Scaling = "none",
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
-    change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    change: Changes = (),
     minutes: float | None = None,
-    distributed: DistributedConfig = ALONE,
     out: Path = Path("runs/dbench"),
 ) -> list[Result]:
     """Trains a config over graphs and scales, and reports accuracy and dispersion.
 
-    All workers and seeds of a cell are simulated as one program, or with `--change
-    workers.where=mesh` each worker has a device. Finished cells are kept: a second call
-    trains the missing ones. A failed cell is reported, and does not affect others; a
-    graph that is not defined at a scale is a row with the reason.
+    All workers and seeds of a cell are simulated as one program, or with
+    `--workers.where mesh` each worker has a device. Finished cells are kept: a second
+    call trains the missing ones. A failed cell is reported, and does not affect others;
+    a graph that is not defined at a scale is a row with the reason.
 
-    As a job of several processes, `decentjax launch --processes 4 --module
-    train.dbench CONFIG.py ...`, it trains the cells that have as many workers as the
-    job has devices.
+    Behind the config its fields are options, as of `train`. `--topology.name` and
+    `--workers.num-workers`, with one value or several, are `graphs` and `workers`.
+
+    As a job of several processes, `decentjax launch -n 4 dbench CONFIG.py ...`, it
+    trains the cells that have as many workers as the job has devices.
 
     Example: `decentjax dbench quickstart --graphs ring complete --workers 4 8`.
 
@@ -81,16 +79,14 @@ def dbench(
       workers: numbers of workers.
       seeds: number of seeds.
       first_seed: the first seed.
-      num_steps: number of steps, by default the config's.
       batch: "local" holds the batch of a worker, "global" that of all together.
       scaling: how the learning rate grows with the batch of all workers.
       tune: a field and its values, such as "optimizer.learning-rate 0.1 0.3 1":
         each cell uses its best, chosen by another seed on every second held-out
         example; results are then on the others.
-      change: FIELD=VALUE of the config, such as "data.skew=dirichlet 0.1".
+      change: FIELD=VALUE of the config.
       minutes: the longest time that the grid may take; it is rejected if more is
         expected.
-      distributed: the processes of the job.
       out: folder for results, report.html and CSV files.
 
     Returns:
@@ -105,9 +101,6 @@ def dbench(
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be positive, got {minutes}")
     base, _ = with_changes(load_config(config), change)
-    base = dataclasses.replace(base, distributed=distributed)
-    if num_steps is not None:
-        base = dataclasses.replace(base, num_steps=num_steps)
     grid = read_grid(tune, base)
     if scaling != "none" and RATE in grid.fields:
         raise ValueError(
@@ -117,9 +110,9 @@ def dbench(
     cells = make_cells(base, graphs, workers, batch, scaling)
     numbers = range(first_seed, first_seed + seeds)
     with contextlib.ExitStack() as stack:
-        if distributed.enabled:
+        if base.distributed.enabled:
             stack.enter_context(fail_stop())
-            start(distributed, max(workers))
+            start(base.distributed, max(workers))
             cells = [_of_job(cell) for cell in cells]
         elif base.workers.where == "mesh":
             provide_cpu_devices(max(workers))
@@ -187,6 +180,15 @@ def _say_nothing(step: int, words: str) -> None:
 
 if __name__ == "__main__":
     with command():
-        done = from_options(dbench, prog="decentjax dbench", config=AS_OPTIONS)
+        options = as_changes(
+            sys.argv[1:], topology_name="graphs", workers_num_workers="workers"
+        )
+        done = from_options(
+            dbench,
+            prog="decentjax dbench",
+            args=options,
+            also=FIELDS,
+            config=AS_OPTIONS,
+        )
         if any(result.error for result in done):
             raise SystemExit(FAILED)

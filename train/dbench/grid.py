@@ -4,10 +4,10 @@ import dataclasses
 import re
 from typing import Any, Literal, NamedTuple
 
+from train.cli.changes import with_fields
 from train.cli.sections import KINDS
 from train.config import Config, FixedPolicy, Policy, RoundsConfig, TopologyConfig
 from train.run.method import build_method
-from train.run.resume import with_fields
 
 Batch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -70,8 +70,8 @@ def make_cells(
         )
     if config.is_apart:
         raise ValueError(
-            "all workers of a grid train in lockstep: use --change exchange=auto, "
-            "or for peers train.compare with --clock"
+            "all workers of a grid train in lockstep: use --exchange auto, "
+            "or for peers decentjax compare with --clock"
         )
     for name, given in (("graphs", graphs), ("workers", workers)):
         if not given or len(set(given)) < len(given):

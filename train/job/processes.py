@@ -121,7 +121,7 @@ def supervise(
         _say(f"error: gave up after {restarts} restarts; first {first}")
     if again and (step := newest_step(ended.folder)):
         _say(
-            f"step {step} is saved: decentjax launch -n {len(processes)} --resume "
+            f"step {step} is saved: decentjax launch -n {len(processes)} resume "
             f"{ended.folder} goes on from it"
         )
     return ended.code

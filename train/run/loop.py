@@ -201,10 +201,10 @@ def _how(setup: Setup) -> str:
         return "started again, this process takes the model of a peer"
     if config.optimizer.schedule is not None:  # It has no such option.
         return f"make the rates of {place_of(config.optimizer.schedule)} smaller"
-    smaller = f"optimizer.learning-rate={config.optimizer.learning_rate / 2:g}"
+    smaller = f"--optimizer.learning-rate {config.optimizer.learning_rate / 2:g}"
     if steps := find_checkpoints(folder).steps:
         return (
             f"resume from step {max(steps)}, which is finite: decentjax resume "
-            f"{folder} --change {smaller}"
+            f"{folder} {smaller}"
         )
-    return f"nothing has been saved yet: begin again with --{smaller}"
+    return f"nothing has been saved yet: begin again with {smaller}"

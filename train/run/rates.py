@@ -75,8 +75,8 @@ def _how_to_keep(before: Scheduled, now: Scheduled, step: int) -> str:
     if before[1] == now[1] or rates_at(before, (optimizer, now[1]), step) is not None:
         return "without the change it stays"
     return (
-        f"to keep it, add --change optimizer.learning-rate={last:g} --change "
-        f"optimizer.final-learning-rate={last:g}"
+        f"to keep it, add --optimizer.learning-rate {last:g} "
+        f"--optimizer.final-learning-rate {last:g}"
     )
 
 

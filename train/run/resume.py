@@ -4,16 +4,13 @@
 """
 
 import dataclasses
-import difflib
 import json
-import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import tyro
 
 from decentjax import WorkerState
 from train.cli.config_json import (
@@ -26,11 +23,7 @@ from train.cli.config_json import (
     to_json,
     with_defaults,
 )
-from train.cli.options import AS_OPTIONS
-from train.cli.read import from_options
-from train.cli.sections import KINDS, full_name, take_sections
 from train.config import Config, DistributedConfig
-from train.fields import place_of
 from train.models.gpt2 import read_gpt2
 from train.plain_files import read_object
 from train.run.facts import command_line
@@ -71,21 +64,6 @@ FREE = (
     "distributed",
     "workers.where",
     *HOOKS,
-)
-
-
-# These have no effect beside a schedule of the user's own.
-RATES = tuple(
-    f"optimizer.{name}"
-    for name in (
-        "learning_rate",
-        "initial_learning_rate",
-        "final_learning_rate",
-        "warmup_steps",
-        "decay",
-        "decay_steps",
-        "decay_factor",
-    )
 )
 
 
@@ -142,82 +120,6 @@ def _saved(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     return path, saved_fields(path)
 
 
-def with_changes(
-    config: Config, changes: Sequence[str]
-) -> tuple[Config, tuple[str, ...]]:
-    """Returns the config with each FIELD=VALUE set, and the names of the fields.
-
-    Raises:
-      ValueError: if one is not of that form.
-    """
-    values = {}
-    for change in changes:
-        field, equals, value = change.partition("=")
-        if not (field and equals):
-            raise ValueError(
-                "--change takes FIELD=VALUE, as optimizer.learning-rate=1e-3, got "
-                f"{change!r}"
-            )
-        values[field] = value
-    if not values:
-        return config, ()
-    prog = " ".join(f"--change {field}" for field in values)
-    config = with_fields(config, values, prog)
-    return config, tuple(field.replace("-", "_") for field in values)
-
-
-def with_field(config: Config, field: str, value: str, prog: str) -> Config:
-    """Returns the config with one field set, as `with_fields` does."""
-    return with_fields(config, {field: value}, prog)
-
-
-def with_fields(config: Config, values: Mapping[str, str], prog: str) -> Config:
-    """Returns the config with fields set, as on the command line of `train`.
-
-    Raises:
-      ValueError: if there is no such field, or it would change nothing.
-    """
-    schedule = config.optimizer.schedule
-    values = {full_name(field): value for field, value in values.items()}
-    config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
-    values = {field: value for field, value in values.items() if field not in KINDS}
-    for field in values:
-        check_field(config, field, prog)
-        if schedule is not None and field.replace("-", "_") in RATES:
-            raise ValueError(
-                f"{prog}: {field} would change nothing, as optimizer.schedule = "
-                f"{place_of(schedule)} has the rates"
-            )
-    return from_options(
-        Config,
-        default=config,
-        args=[x for field, value in values.items() for x in _flag(field, value)],
-        prog=prog,
-        # A flag has a value here, True or False, as any other field.
-        config=(*AS_OPTIONS, tyro.conf.FlagConversionOff),
-    )
-
-
-def _flag(field: str, value: str) -> list[str]:
-    return [f"--{field}", *value.split()]
-
-
-def check_field(config: Config, field: str, prog: str) -> None:
-    """Raises a ValueError if a config has no such field."""
-    part: Any = config
-    for name in field.replace("-", "_").split("."):
-        if not dataclasses.is_dataclass(part):
-            return  # What is inside, the parser knows.
-        names = [one.name for one in dataclasses.fields(part)]
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1) or names
-            raise ValueError(
-                f"{prog}: a config has no field {field}; did you mean "
-                f"{' or '.join(near)} in place of {name}?"
-            )
-        part = getattr(part, name)
-
-
 def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[str]:
     """Returns a phrase for each field that trains differently than at a checkpoint.
 
@@ -245,10 +147,10 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
     if refused:
         name, _, value = next(changes(*trained))
         words = " ".join(map(str, value)) if isinstance(value, list) else value
-        change = shlex.quote(f"{name.replace('_', '-')}={words}")
         raise ValueError(
             f"{path} was trained with other settings: {', '.join(refused)}; to change "
-            f"what is trained, name it, as --change {change}"
+            f"what is trained, give decentjax resume --{name.replace('_', '-')} "
+            f"{words}"
         )
     return differences(trained_by(saved), trained_by(now))
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from train.cli.changes import with_fields
 from train.cli.tables import counted, file_name, markdown, words
 from train.config import Config
-from train.run.resume import with_fields
 from train.study.outcome import SeedsOutcome
 from train.study.search import (
     FAILED,

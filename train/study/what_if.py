@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from train.cli.changes import with_fields
 from train.cli.tables import label, markdown
 from train.config import Config
-from train.run.resume import with_fields
 from train.store.log import read_metrics
 from train.store.timeline import ActivitySpan
 from train.study.outcome import SeedsOutcome, finite_mean

@@ -1,0 +1,195 @@
+"""Fields of a config on the command lines of all commands but `train`.
+
+`--FIELD VALUE` is the syntax of `train`; here a field may have several values.
+"""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from train.cli.meaning import ELSEWHERE, meant
+from train.cli.options import AS_OPTIONS
+from train.cli.read import from_options
+from train.cli.sections import KINDS, full_name, take_sections, with_a_shorter_warmup
+from train.config import Config
+from train.fields import place_of
+
+# FIELD=VALUE of a config, which `as_changes` makes of `--FIELD VALUE`.
+Changes = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.Suppress
+]  # Itself an older option, of version 0.2.
+# These have no effect beside a schedule of the user's own.
+RATES = tuple(
+    f"optimizer.{name}"
+    for name in (
+        "learning_rate",
+        "initial_learning_rate",
+        "final_learning_rate",
+        "warmup_steps",
+        "decay",
+        "decay_steps",
+        "decay_factor",
+    )
+)
+
+
+def take_fields(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Takes fields of a config, each with its values, out of a command line.
+
+    Returns:
+      The other options, and by field the values that follow it.
+
+    Examples:
+      >>> from train.cli.changes import take_fields
+      >>> take_fields(["runs/a", "--exchange.patience", "0", "auto", "--trust", "b"])
+      (['runs/a', '--trust', 'b'], {'exchange.patience': ['0', 'auto']})
+    """
+    rest: list[str] = []
+    fields: dict[str, list[str]] = {}
+    values, old = rest, []
+    for option in options:
+        name, equals, value = option.removeprefix("--").partition("=")
+        is_option, name = option.startswith("--"), full_name(name)
+        if is_option and name == "change":
+            values = old
+            values += [value] if equals else []
+        elif is_option and _is_field(name):
+            values = fields.setdefault(name, [])
+            values += [value] if equals else []
+        else:
+            values = rest if is_option else values
+            values.append(option)
+    for change in old:
+        field, value = parted(change)
+        shown = f'"{value}"' if " " in value else value
+        print(
+            f"warning: --change {change} is --{field} {shown} now; the next version "
+            "will not read it",
+            file=sys.stderr,
+        )
+        fields[full_name(field)] = [value]
+    return rest, fields
+
+
+def _is_field(name: str) -> bool:
+    section, dot, _ = name.replace("-", "_").partition(".")
+    known = {one.name for one in dataclasses.fields(Config)}
+    return name in KINDS or section in (known if dot else ("num_steps", "seed"))
+
+
+# As options, for what is unknown.
+FIELDS = tuple(one for one in ELSEWHERE if _is_field(one.removeprefix("--")))
+
+
+def as_changes(options: Sequence[str], **renamed: str) -> list[str]:
+    """The command line with each field, of one value, as a change.
+
+    Args:
+      options: the command line.
+      **renamed: by field, with _ for its dots, the option that is meant by it.
+    """
+    rest, fields = take_fields(options)
+    for field, values in fields.items():
+        other = renamed.get(field.replace("-", "_").replace(".", "_"))
+        rest += [f"--{other}", *values] if other else as_change(field, values)
+    return rest
+
+
+def as_change(field: str, values: Sequence[str]) -> list[str]:
+    """The options of a change; a flag has no value."""
+    section, _, name = field.rpartition(".")
+    if not values and name.startswith("no-"):
+        return ["--change", f"{section}.{name.removeprefix('no-')}=False"]
+    return ["--change", f"{field}={' '.join(values) or 'True'}"]
+
+
+def parted(change: str) -> tuple[str, str]:
+    """The field and the value of FIELD=VALUE.
+
+    Raises:
+      ValueError: if it has not this form.
+    """
+    field, equals, value = change.partition("=")
+    if not (field and equals):
+        raise ValueError(
+            "--change takes FIELD=VALUE, as optimizer.learning-rate=1e-3, got "
+            f"{change!r}"
+        )
+    return field, value
+
+
+def with_changes(
+    config: Config, changes: Sequence[str], is_new: bool = True
+) -> tuple[Config, tuple[str, ...]]:
+    """Returns the config with each FIELD=VALUE set, and the names of the fields.
+
+    Args:
+      config: the config.
+      changes: texts of the form FIELD=VALUE.
+      is_new: whether a default warm-up may become shorter, as of a run that begins.
+
+    Raises:
+      ValueError: if one is not of that form, or no such field.
+    """
+    values = dict(map(parted, changes))
+    if not values:
+        return config, ()
+    if is_new:
+        config = with_a_shorter_warmup(config, [f"--{one}" for one in changes])
+    fields = tuple(full_name(field).replace("-", "_") for field in values)
+    return with_fields(config, values), fields
+
+
+def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Config:
+    """Returns the config with fields set, as on the command line of `train`.
+
+    Args:
+      config: the config.
+      values: by field, its value.
+      prog: what errors say first, by default the fields as options.
+
+    Raises:
+      ValueError: if there is no such field, or it would change nothing.
+    """
+    schedule = config.optimizer.schedule
+    values = {full_name(field): value for field, value in values.items()}
+    prog = prog or " ".join(f"--{field}" for field in values)
+    config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
+    values = {field: value for field, value in values.items() if field not in KINDS}
+    for field in values:
+        check_field(config, field, prog)
+        if schedule is not None and field.replace("-", "_") in RATES:
+            raise ValueError(
+                f"{prog}: {field} would change nothing, as optimizer.schedule = "
+                f"{place_of(schedule)} has the rates"
+            )
+    return from_options(
+        Config,
+        default=config,
+        args=[x for k, v in values.items() for x in (f"--{k}", *v.split())],
+        prog=prog,
+        # A flag has a value here, True or False, as any other field.
+        config=(*AS_OPTIONS, tyro.conf.FlagConversionOff),
+    )
+
+
+def check_field(config: Config, field: str, prog: str) -> None:
+    """Raises a ValueError if a config has no such field."""
+    part: Any = config
+    for name in field.replace("-", "_").split("."):
+        if not dataclasses.is_dataclass(part):
+            return  # What is inside, the parser knows.
+        names = [one.name for one in dataclasses.fields(part)]
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1) or names
+            hint = f"{' or '.join(near)} in place of {name}"
+            if (same := meant(field)) in FIELDS:
+                hint = same
+            raise ValueError(
+                f"{prog}: a config has no field {field}; did you mean {hint}?"
+            )
+        part = getattr(part, name)
