@@ -1,5 +1,6 @@
 """Speed, side by side: `decentjax bench NAME [--option value ...]`."""
 
+import functools
 import importlib
 import sys
 import typing
@@ -61,7 +62,8 @@ def main(arguments: list[str]) -> int:
     kind, _ = typing.get_type_hints(run).values()
     also = ()
     if hasattr(kind, "change"):
-        options, also = as_changes(options), FIELDS
+        options, changes = as_changes(options)
+        kind, also = functools.partial(kind, change=changes), FIELDS
     prog = f"decentjax bench {name}"
     return run(from_options(kind, prog=prog, args=options, also=also))
 

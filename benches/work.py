@@ -32,7 +32,7 @@ class WorkBench:
     trace.npy has the seconds of each step and worker, for the clock of `decentjax
     compare`.
 
-    Fields of the config are options too.
+    The config's fields are options, as of `train`.
 
     Example: `decentjax bench work --workers.num-workers 16`.
 

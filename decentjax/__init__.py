@@ -7,7 +7,7 @@ few neighbours while it computes its gradient, and waits for no other worker.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from decentjax import (
@@ -141,6 +141,7 @@ _MODULES = (
     "schedule",
     "topology",
 )
+_EARLIER = ("dadam", "dadamw")  # Of version 0.2.
 # The modules of the core, each before those that import it; the first do not need jax.
 _CORE = (
     "exchange",
@@ -167,6 +168,8 @@ def __getattr__(name: str) -> Any:
     """
     if name in _MODULES:
         return _import(name)
+    if name in _EARLIER:
+        return getattr(_import("_earlier"), name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = next(x for x in map(_import, _CORE) if hasattr(x, name))

@@ -5,6 +5,7 @@ README is the front page, and whatever else a page links to, a figure or a table
 outputs that they hold.
 """
 
+import itertools
 import json
 import os.path
 import re
@@ -21,6 +22,13 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?!https?:|data:)([^)#\s]+)")
 NOTEBOOK = "-notebook.md"  # The notebook itself is there too, to download.
+# The links below README's title are buttons of the front page.
+BUTTONS = re.compile(r"^\[Tutorial\].* · .*$", re.MULTILINE)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+CELL = re.compile(r"<(th|td)\b([^>]*)>(.*?)</\1>", re.DOTALL)
+CODE = re.compile(r"(?<!</span>)<code>([^<]+)</code>")  # Within text.
+BREAKS = re.compile(r"([ ._/=,(])")
+NARROW = 2  # Columns that fit on a telephone.
 INLINE_MATH = re.compile(r":math:`([^`]+)`")
 DISPLAY_MATH = re.compile(r"^\.\. math::\n((?:[ \t]+\S.*\n?|[ \t]*\n)+)", re.MULTILINE)
 
@@ -57,7 +65,44 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
             return match[0]  # MkDocs warns of it.
         return os.path.relpath(_in_site(target), os.path.dirname(here) or ".")
 
+    if here == "index.md":
+        markdown = BUTTONS.sub(_as_buttons, markdown)
     return LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, **kwargs: object) -> str:
+    """Lets tables become cards on a telephone, and code break where it may."""
+    return CODE.sub(_with_breaks, TABLE.sub(_with_labels, html))
+
+
+def _as_buttons(line: re.Match[str]) -> str:
+    buttons = [f"{link}{{ .md-button }}" for link in line[0].split(" · ")]
+    buttons[0] = buttons[0].replace(" }", " .md-button--primary }")
+    return " ".join(buttons)
+
+
+def _with_labels(table: re.Match[str]) -> str:
+    """The table, each cell of which knows the head of its column."""
+    cells = CELL.findall(table[0])
+    heads = [re.sub('<.*?>|"', "", text) for kind, _, text in cells if kind == "th"]
+    if len(heads) <= NARROW:
+        return table[0]
+    labels = itertools.cycle(heads)
+
+    def labelled(cell: re.Match[str]) -> str:
+        kind, attributes, text = cell.groups()
+        label = next(labels) if kind == "td" else ""
+        if not (label and text):
+            return cell[0]
+        text = text.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+        return f'<td data-label="{label}"{attributes}><span>{text}</span></td>'
+
+    return CELL.sub(labelled, table[0]).replace("<table>", "<table data-cards>", 1)
+
+
+def _with_breaks(code: re.Match[str]) -> str:
+    """Code breaks at blanks and within names, never after the -- of an option."""
+    return "<code>" + BREAKS.sub(r"\1<wbr>", code[1]) + "</code>"
 
 
 def _targets(page: str, markdown: str) -> list[str]:

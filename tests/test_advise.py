@@ -912,7 +912,10 @@ def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
     assert f"<h2>Advice: {choice}</h2>" in page
     assert f"CONFIG.py --distributed.enabled {html.escape(command)}</pre>" in page
     assert page.count("<img ") == 2
-    assert all(f"<td>{row['name']}</td>" in page for row in written["rows"])
+    names = [row["name"] for row in sorted(written["rows"], key=lambda x: x["step"])]
+    names[names.index(choice)] += " *"
+    places = [page.index(f"<td>{name}</td>") for name in names]
+    assert places == sorted(places)
     assert "\x1b" not in printed
     steps = texts_of(out / "steps.svg")
     for name, scheme in (("all-reduce", None), (choice, best)):
@@ -929,6 +932,9 @@ def test_tables_hold_what_each_scheme_takes_and_sends(monkeypatch, tmp_path, cap
     asked = [*ASKED, "--nodes", "3", "--steps", "5", "--out", str(tmp_path)]
     assert program.main(asked) == 0
     printed = capsys.readouterr().out
+    choice = advice_in(tmp_path)["advice"]["choice"]
+    assert printed.count(f"\n{choice} *  ") == 2
+    printed = printed.replace(f"\n{choice} *  ", f"\n{choice}    ")
     for row in advice_in(tmp_path)["rows"]:
         first, second, *_ = (
             line.removeprefix(row["name"]).split()

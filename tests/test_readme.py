@@ -17,8 +17,10 @@ import pytest
 import decentjax
 import train.__main__ as train_command
 from decentjax.cli import COMMANDS as TOOLS
+from train.cli.changes import check_field
 from train.cli.command import EXTRAS as BROUGHT_BY
 from train.cli.families import shipped_configs
+from train.cli.load import load_config
 from train.cli.sections import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -140,7 +142,8 @@ def asked(line: str) -> Asked | None:
       ValueError: it is none that is known here.
     """
     words = shlex.split(line)
-    if words[-2:] == ["venv", ".venv"] or words[0] in (".venv/bin/pip", "sbatch"):
+    others = (".venv/bin/pip", "pip", "sbatch")
+    if words[-2:] == ["venv", ".venv"] or words[0] in others:
         return None
     if "pytest" in words or "python" in words:
         return None
@@ -284,6 +287,11 @@ def test_commands_have_help_that_names_their_options(emulate):
         code, text = texts[one.words]
         assert code == 0, (one, text)
         missing = [x for x in one.options if not re.search(rf"{x}(?![\w-])", text)]
+        if "fields are options" in " ".join(text.split()):
+            config = load_config(Path("quickstart"))
+            for option in missing:
+                check_field(config, option.removeprefix("--"), option)
+            missing = []
         assert missing == [], (one, text)
 
 

@@ -15,7 +15,9 @@ from test_train import TINY
 from decentjax import runtime, topology
 from train.cli.config_json import to_json
 from train.config import LogConfig, OptimizerConfig
+from train.figures.page import Section, write_page
 from train.figures.run_figure import draw_evaluations
+from train.figures.style import grid
 from train.figures.timeline_figure import draw_timelines
 from train.report import write_report
 from train.run.history import History, read_history
@@ -125,6 +127,18 @@ def test_numbers_that_are_not_finite_are_shown_as_such(tmp_path):
     page = write_report([run], tmp_path / "page.html").read_text()
     assert "<b>nan</b> held-out bits per byte" in page
     assert "<td>test bleu</td><td>nan</td>" in page
+
+
+def test_a_line_of_one_point_is_seen_and_an_empty_section_is_not(tmp_path):
+    figure, ((axes,),) = grid(1, 1, 4, 3)
+    axes.plot([1], [2])
+    axes.plot([1, 2], [2, 3])
+    sections = [Section("Drawn", figure), Section("Empty", None)]
+    write_page("page", sections, tmp_path / "page.html")
+    assert [line.get_marker() for line in axes.lines] == ["o", "None"]
+    page = (tmp_path / "page.html").read_text()
+    assert "Drawn" in page
+    assert "Empty" not in page
 
 
 def test_a_share_is_drawn_in_percent():

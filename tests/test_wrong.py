@@ -155,7 +155,6 @@ COMMANDS = [
         f"compare {TINY} --stp.algorithm 1",
         "no option --stp.algorithm: did you mean --step.algorithm?",
     ),
-    (f"compare {TINY} --vary num-steps", "needs a field and its values, got num-step"),
     (f"compare {TINY} --epochs 3", "no option --epochs: did you mean --num-steps?"),
     (f"compare {TINY} --optimizer.beta1 0", "did you mean --optimizer.b1?"),
     (f"compare {TINY} --num-steps many", f"--num-steps must be {INT}"),

@@ -31,7 +31,7 @@ import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
 from decentjax.distributed.watch import close_watch, watch
-from train.cli.changes import as_change, take_fields, with_changes
+from train.cli.changes import as_changes, with_changes
 from train.cli.command import (
     FAILED,
     NOT_FINITE,
@@ -187,8 +187,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     sinks = [sink for file in files for sink in own_sinks(file, "trusted file")]
     # A step that is not a number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
-    options, given = take_fields(options)
-    changes = [as_change(*field)[1] for field in given.items()]
+    options, changes = as_changes(options)
     saved = saved_config(run_dir, step, known.trust)
     default, fields = with_changes(saved, changes, is_new=False)
 

@@ -59,9 +59,7 @@ def compare(
     first_seed: int = 0,
     at_once: int | None = None,
     change: Changes = (),
-    vary: Annotated[
-        tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.Suppress
-    ] = (),
+    vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.Suppress] = (),
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
     budget: int | None = None,
     score: str | None = None,
@@ -94,9 +92,8 @@ def compare(
       first_seed: the first seed.
       at_once: number of seeds trained together, if the device's memory cannot hold all;
         by default all.
-      change: FIELD=VALUE of all configs, such as "num-steps=6000".
-      vary: a field and its values, such as "optimizer.accum-steps 1 2 4", as the option
-        of the field itself. Repeat it to add fields.
+      change: FIELD=VALUE of all configs, such as "num-steps=6000", each.
+      vary: a field and its values, such as ("optimizer.accum-steps", "1", "2"), each.
       tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
         each config uses its best, chosen by `score` of one more seed on every second
         held-out example; results are then on the others. Repeat it to add fields.
@@ -359,18 +356,25 @@ def _trained(
     return kept(out / f"{name}.json", config, seeds, train, facts)
 
 
-def _with_fields(arguments: Sequence[str]) -> list[str]:
-    """The command line with fields of the configs as --change and --vary."""
-    rest, fields = take_fields(arguments)
-    for field, values in fields.items():
-        several = ["--vary", field, *values]
-        rest += several if len(values) > 1 else as_change(field, values)
-    return rest
+def _with_fields(
+    arguments: Sequence[str],
+) -> tuple[list[str], Callable[..., None]]:
+    """The options of a command line, and the comparison with the other fields set.
+
+    `--vary FIELD VALUES`, of version 0.2, is `--FIELD VALUES`.
+    """
+    words = iter(arguments)
+    given = [f"--{next(words, '')}" if word == "--vary" else word for word in words]
+    rest, fields = take_fields(given)
+    several = {field for field, values in fields.items() if len(values) > 1}
+    change = [as_change(*one) for one in fields.items() if one[0] not in several]
+    vary = [(field, *fields[field]) for field in fields if field in several]
+    return rest, functools.partial(compare, change=tuple(change), vary=tuple(vary))
 
 
 if __name__ == "__main__":
     with command():
         if not sys.argv[1:]:
             show_usage("usage: decentjax compare CONFIG.py [CONFIG.py ...]", [])
-        args = _with_fields(sys.argv[1:])
-        from_options(compare, args=args, prog="decentjax compare", also=FIELDS)
+        args, varied = _with_fields(sys.argv[1:])
+        from_options(varied, args=args, prog="decentjax compare", also=FIELDS)

@@ -65,7 +65,6 @@ def write_report(
     parts = [part for run in runs for part in run.parts()]
     sections = [
         Section("Results", None, _results(parts)),
-        Section("Setup", None, _setup(runs)),
         Section("Held-out scores", draw_evaluations(parts)),
         Section("Loss", draw_losses(parts)),
         Section("Throughput", draw_throughput(parts)),
@@ -77,6 +76,7 @@ def write_report(
         *(_topology_section(run, trust) for run in runs if _has_graph(run)),
         *_paths_sections(runs, figures_dir),
         *_sample_sections(runs),
+        Section("Setup", None, _setup(runs)),
         _configs_section(runs),
     ]
     write_page(", ".join(run.name for run in runs), sections, out, figures_dir)
@@ -132,7 +132,7 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
     # One scale for all runs: the slower one then looks slower.
     seconds = DRAWN_STEPS * max(medians)
     timelines = {
-        f"{run.name}: {median:.3g} s/step": middle_steps(run.spans, seconds)
+        f"{run.name}: a step takes {median:.3g} s": middle_steps(run.spans, seconds)
         for run, median in zip(runs, medians, strict=True)
     }
     figure = draw_timelines(timelines, seconds)

@@ -35,7 +35,7 @@ COLUMNS = (
     "worker. omega: time of an exchange over that of an all-reduce. factor: what "
     "remains at worst of the models' distance from their mean, after a step and after "
     "a second; 0 if a period of the graph makes all models the exact mean. exact "
-    "after: the number of exchanges that this takes."
+    "after: the number of exchanges that this takes. *: the advice."
 )
 
 
@@ -64,28 +64,37 @@ class Cells(NamedTuple):
     rows: list[list[str]]
 
 
-def times_table(rows: Sequence[Prediction]) -> Cells:
+def ranked(found: Findings) -> list[tuple[str, Prediction]]:
+    """The rows by the time of a step, with their names; a star marks the advice."""
+    choice = found.advice.choice.name
+    return [
+        (f"{row.name} *" if row.name == choice else row.name, row)
+        for row in sorted(found.rows, key=lambda row: row.step)
+    ]
+
+
+def times_table(rows: Sequence[tuple[str, Prediction]]) -> Cells:
     """Returns the table of step times."""
     cells = [
         [
-            row.name,
+            name,
             f"{1e3 * row.step:.1f}",
             f"{1e3 * row.compute:.1f}",
             f"{1e3 * row.exposed:.1f}",
             f"{1e3 * row.waiting:.1f}",
             f"{row.speed_up:.2f}x",
         ]
-        for row in rows
+        for name, row in rows
     ]
     heads = ["", "step", "compute", "exposed", "waiting", "speed-up"]
     return Cells("time per step, ms", heads, cells)
 
 
-def traffic_table(rows: Sequence[Prediction]) -> Cells:
+def traffic_table(rows: Sequence[tuple[str, Prediction]]) -> Cells:
     """Returns the table of traffic and consensus."""
     cells = [
         [
-            row.name,
+            name,
             f"{row.messages:.4g}",
             f"{row.worker_bytes / 1e6:.4g}",
             f"{row.node_bytes / 1e6:.4g}",
@@ -95,7 +104,7 @@ def traffic_table(rows: Sequence[Prediction]) -> Cells:
             _factor(row.consensus_factor_per_second),
             "" if row.exact_after is None else str(row.exact_after),
         ]
-        for row in rows
+        for name, row in rows
     ]
     heads = ["", "messages", "MB of worker", "MB of card", "exchange, ms", "omega"]
     heads += ["factor per step", "per second", "exact after"]
@@ -136,9 +145,9 @@ def say(
     """
     for line in question(found):
         console.print(line)
-    choice = found.advice.choice
-    for title, heads, cells in (times_table(found.rows), traffic_table(found.rows)):
-        table = aligned(heads, cells, bold=choice.name, title=title)
+    choice, rows = found.advice.choice, ranked(found)
+    for title, heads, cells in (times_table(rows), traffic_table(rows)):
+        table = aligned(heads, cells, bold=f"{choice.name} *", title=title)
         console.print("", table, sep="\n")
     console.print(f"\n{COLUMNS}")
     title, heads, cells = rounds_table(rounds)
@@ -196,8 +205,8 @@ def write_advice_page(
         *(
             Section(title[0].upper() + title[1:], None, html_table(heads, cells))
             for title, heads, cells in (
-                times_table(found.rows),
-                traffic_table(found.rows),
+                times_table(ranked(found)),
+                traffic_table(ranked(found)),
                 rounds_table(rounds),
             )
         ),

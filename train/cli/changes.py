@@ -18,10 +18,8 @@ from train.cli.sections import KINDS, full_name, take_sections, with_a_shorter_w
 from train.config import Config
 from train.fields import place_of
 
-# FIELD=VALUE of a config, which `as_changes` makes of `--FIELD VALUE`.
-Changes = Annotated[
-    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.Suppress
-]  # Itself an older option, of version 0.2.
+# FIELD=VALUE of a config, each; on the command line it is --FIELD VALUE.
+Changes = Annotated[tuple[str, ...], tyro.conf.Suppress]
 # These have no effect beside a schedule of the user's own.
 RATES = tuple(
     f"optimizer.{name}"
@@ -41,7 +39,7 @@ def take_fields(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
     """Takes fields of a config, each with its values, out of a command line.
 
     Returns:
-      The other options, and by field the values that follow it.
+      The other options, and by field the values that follow it where it stands last.
 
     Examples:
       >>> from train.cli.changes import take_fields
@@ -58,8 +56,7 @@ def take_fields(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
             values = old
             values += [value] if equals else []
         elif is_option and _is_field(name):
-            values = fields.setdefault(name, [])
-            values += [value] if equals else []
+            values = fields[name] = [value] if equals else []
         else:
             values = rest if is_option else values
             values.append(option)
@@ -85,26 +82,34 @@ def _is_field(name: str) -> bool:
 FIELDS = tuple(one for one in ELSEWHERE if _is_field(one.removeprefix("--")))
 
 
-def as_changes(options: Sequence[str], **renamed: str) -> list[str]:
-    """The command line with each field, of one value, as a change.
+def as_changes(
+    options: Sequence[str], **renamed: str
+) -> tuple[list[str], tuple[str, ...]]:
+    """Takes the fields of a config, each of one value, out of a command line.
 
     Args:
       options: the command line.
       **renamed: by field, with _ for its dots, the option that is meant by it.
+
+    Returns:
+      The other options, and FIELD=VALUE for each field.
     """
     rest, fields = take_fields(options)
+    changes = []
     for field, values in fields.items():
-        other = renamed.get(field.replace("-", "_").replace(".", "_"))
-        rest += [f"--{other}", *values] if other else as_change(field, values)
-    return rest
+        if other := renamed.get(field.replace("-", "_").replace(".", "_")):
+            rest += [f"--{other}", *values]
+        else:
+            changes.append(as_change(field, values))
+    return rest, tuple(changes)
 
 
-def as_change(field: str, values: Sequence[str]) -> list[str]:
-    """The options of a change; a flag has no value."""
+def as_change(field: str, values: Sequence[str]) -> str:
+    """FIELD=VALUE; a flag has no value."""
     section, _, name = field.rpartition(".")
     if not values and name.startswith("no-"):
-        return ["--change", f"{section}.{name.removeprefix('no-')}=False"]
-    return ["--change", f"{field}={' '.join(values) or 'True'}"]
+        return f"{section}.{name.removeprefix('no-')}=False"
+    return f"{field}={' '.join(values)}"
 
 
 def parted(change: str) -> tuple[str, str]:
@@ -160,8 +165,10 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     prog = prog or " ".join(f"--{field}" for field in values)
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
     values = {field: value for field, value in values.items() if field not in KINDS}
-    for field in values:
-        check_field(config, field, prog)
+    for field, value in values.items():
+        now = check_field(config, field, prog)
+        if now is False and not value:  # A flag has no value.
+            values[field] = "True"
         if schedule is not None and field.replace("-", "_") in RATES:
             raise ValueError(
                 f"{prog}: {field} would change nothing, as optimizer.schedule = "
@@ -177,19 +184,21 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     )
 
 
-def check_field(config: Config, field: str, prog: str) -> None:
-    """Raises a ValueError if a config has no such field."""
+def check_field(config: Config, field: str, prog: str) -> Any:
+    """The value of a field; raises a ValueError if a config has no such field."""
     part: Any = config
     for name in field.replace("-", "_").split("."):
         if not dataclasses.is_dataclass(part):
-            return  # What is inside, the parser knows.
+            return None  # What is inside, the parser knows.
         names = [one.name for one in dataclasses.fields(part)]
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1) or names
-            hint = f"{' or '.join(near)} in place of {name}"
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {near[0]} in place of {name}?" if near else ""
             if (same := meant(field)) in FIELDS:
-                hint = same
+                hint = f"did you mean {same}?"
             raise ValueError(
-                f"{prog}: a config has no field {field}; did you mean {hint}?"
+                f"{prog}: a config has no field {field}; "
+                + (hint or f"there are {', '.join(names)}")
             )
         part = getattr(part, name)
+    return part

@@ -6,6 +6,7 @@ kind the options that it has.
 
 import copy
 import itertools
+import sys
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -27,6 +28,9 @@ ALIASES = {
     "bs": "step.batch-per-worker",
     "batch-size": "step.batch-per-worker",
 }
+
+# Of version 0.2: --exchange.where peers is --exchange peers now.
+EARLIER = {"exchange.where": "exchange", "policy.name": "policy"}
 
 if typing.TYPE_CHECKING:
     ExchangeName = PolicyName = str  # A type checker cannot read the names.
@@ -134,6 +138,13 @@ def _split(options: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     chosen, rest, left = {}, [], iter(options)
     for option in left:
         name, equals, value = option.removeprefix("--").partition("=")
+        if option.startswith("--") and name in EARLIER:
+            print(
+                f"warning: {option} is --{EARLIER[name]} now; the next version will "
+                "not read it",
+                file=sys.stderr,
+            )
+            name = EARLIER[name]
         if option.startswith("--") and name in KINDS:
             value = value if equals else next(left, "")
             chosen[name] = value.replace("-", "_")

@@ -8,6 +8,7 @@ Learning (2025), whose code is not public.
 """
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -63,8 +64,8 @@ def dbench(
     call trains the missing ones. A failed cell is reported, and does not affect others;
     a graph that is not defined at a scale is a row with the reason.
 
-    Behind the config its fields are options, as of `train`. `--topology.name` and
-    `--workers.num-workers`, with one value or several, are `graphs` and `workers`.
+    Behind the config its fields are options, as of `train`: `--num-steps 300`.
+    `--topology.name` and `--workers.num-workers` are `graphs` and `workers`.
 
     As a job of several processes, `decentjax launch -n 4 dbench CONFIG.py ...`, it
     trains the cells that have as many workers as the job has devices.
@@ -180,11 +181,11 @@ def _say_nothing(step: int, words: str) -> None:
 
 if __name__ == "__main__":
     with command():
-        options = as_changes(
+        options, changes = as_changes(
             sys.argv[1:], topology_name="graphs", workers_num_workers="workers"
         )
         done = from_options(
-            dbench,
+            functools.partial(dbench, change=changes),
             prog="decentjax dbench",
             args=options,
             also=FIELDS,

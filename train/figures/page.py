@@ -45,7 +45,11 @@ class Section:
 def write_page(
     title: str, sections: Sequence[Section], out: Path, figures_dir: Path | None = None
 ) -> None:
-    """Writes a page, and each figure as an SVG file too where a folder is given."""
+    """Writes a page, and each figure as an SVG file too where a folder is given.
+
+    Sections with nothing in them are left out.
+    """
+    sections = [section for section in sections if section.svg or section.text]
     body = "\n".join(section.html() for section in sections)
     out.parent.mkdir(parents=True, exist_ok=True)
     page = PAGE.format(title=html.escape(title), body=body)

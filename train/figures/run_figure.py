@@ -94,9 +94,8 @@ def _by_step_and_time(
 
 def _draw_losses(axis: Axes, run: History, against: str, color: str) -> None:
     x, losses = run.curve("loss", against)
-    marker = "o" if len(x) == 1 else ""  # A line of one point is invisible.
-    axis.plot(x, losses, marker, color=color, alpha=0.25)
-    axis.plot(x, running_mean(losses), f"{marker}-", color=color, label=run.name)
+    axis.plot(x, losses, color=color, alpha=0.25)
+    axis.plot(x, running_mean(losses), color=color, label=run.name)
     unit = f" [{run.unit('loss')}]" if run.unit("loss") else ""
     axis.set_ylabel(f"training loss{unit}, running mean")
 

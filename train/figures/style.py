@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from train.plain_files import write_whole
@@ -29,6 +30,10 @@ def grid(
 def to_svg(figure: Figure) -> bytes:
     """Returns the figure as SVG without a date; the same figure has the same bytes."""
     buffer = io.BytesIO()
+    for axes in figure.axes:
+        for line in axes.lines:
+            if np.size(line.get_xdata()) == 1 and line.get_marker() in ("", "None"):
+                line.set_marker("o")  # A line of one point is invisible.
     # Without a salt the ids of clip paths would be random.
     with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from train.cli.tables import measured, plain, quantity, words
 from train.fields import LARGEST_FLOAT, fits
@@ -93,7 +94,8 @@ class Log:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
-            TimeRemainingColumn(),
+            # In a narrow terminal the bar gives way, not the time.
+            TimeRemainingColumn(table_column=Column(min_width=7)),
             TextColumn("left"),
             console=self._console,
             transient=True,
