@@ -1,12 +1,12 @@
 """A GPT of 21 MB between four nodes of an emulated cluster, recorded for a timeline.
 
 Command, as root, with the extra `emulate`: `decentjax emulate --nodes 4 --rate
-200mbit -- decentjax train configs/timeline.py --distributed.enabled`; once more with
-`--step.algorithm all_reduce --run-dir runs/timeline_all_reduce`; then `decentjax
-report runs/timeline_all_reduce runs/timeline --figures configs`.
+200mbit -- decentjax train timeline --distributed.enabled --run-dir runs/one-peer-ring`;
+once more with `--step.algorithm all_reduce --run-dir runs/all-reduce`; then `decentjax
+report runs/all-reduce runs/one-peer-ring --figures configs`.
 Hardware: 2 cores of an AMD EPYC, four processes, links of 200 Mbit/s.
-Wall time: 71 s and 76 s, most of it compiling and scores (Python 3.11, jax 0.10.2).
-Result: the median step takes 1.83 s, and 2.78 s with all-reduce, 12 steps each.
+Wall time: 79 s and 76 s, most of it compiling and scores (Python 3.11, jax 0.10.2).
+Result: the median step takes 1.57 s, and 2.68 s with all-reduce, 12 steps each.
 """
 
 from train.config import (

@@ -22,7 +22,7 @@ from rich.text import Text
 
 DOCS = Path(__file__).parent
 WIDTH, HEIGHT = 112, 24  # Characters.
-REPORT = 1000, 1150  # Pixels.
+REPORT = 1000, 1330  # Pixels.
 
 
 def recorded(command: list[str]) -> str:
