@@ -27,6 +27,7 @@ BUTTONS = re.compile(r"^\[Tutorial\].* · .*$", re.MULTILINE)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 CELL = re.compile(r"<(th|td)\b([^>]*)>(.*?)</\1>", re.DOTALL)
 CODE = re.compile(r"(?<!</span>)<code>([^<]+)</code>")  # Within text.
+TIGHT = re.compile(r" (?=[±%])|(?<=±) ")  # Blanks within a number.
 BREAKS = re.compile(r"([ ._/=,(])")
 NARROW = 2  # Columns that fit on a telephone.
 INLINE_MATH = re.compile(r":math:`([^`]+)`")
@@ -94,7 +95,7 @@ def _with_labels(table: re.Match[str]) -> str:
         label = next(labels) if kind == "td" else ""
         if not (label and text):
             return cell[0]
-        text = text.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+        text = TIGHT.sub("\N{NO-BREAK SPACE}", text)
         return f'<td data-label="{label}"{attributes}><span>{text}</span></td>'
 
     return CELL.sub(labelled, table[0]).replace("<table>", "<table data-cards>", 1)
