@@ -856,6 +856,8 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("--processes 2", "usage: decentjax launch -n N"),
         ("--processes 2 --num-steps 6", "usage: decentjax launch -n N"),
         ("--processes 2 --measure a.py", "usage: decentjax launch -n N"),
+        ("-n 2 dbench", "usage: decentjax launch -n N"),
+        ("-n 2 advise a.py", "train.advise takes --measure CONFIG"),
         ("--processes 2 --module train.advise", "usage: decentjax launch -n N"),
         ("--processes 2 --module benches a.py", "--module"),
         ("-n 2 a.py", "error: there is no config or script a.py"),

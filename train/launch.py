@@ -93,7 +93,7 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     others.required = False
     options, before = parser.parse_known_args(arguments)
     target, rest = options.target, options.rest
-    if rest and target in COMMANDS:
+    if target in COMMANDS:
         own_part = arguments[: len(arguments) - len(rest) - 1]
         return read([*own_part, *COMMANDS[target], *rest])
     if not before and (options.script or not (options.module or is_config(target))):
