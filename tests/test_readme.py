@@ -22,6 +22,7 @@ from train.cli.command import EXTRAS as BROUGHT_BY
 from train.cli.families import shipped_configs
 from train.cli.load import load_config
 from train.cli.sections import KINDS
+from train.launch import COMMANDS as LAUNCHED
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -176,15 +177,16 @@ def parts(line: str) -> list[str]:
     harmed = re.fullmatch(rf"(.*decentjax chaos)( [^-]\S*)({own})(.*)", line)
     if harmed:
         return [harmed[1] + harmed[3], f"decentjax train{harmed[2]}{harmed[4]}"]
-    own = r"--processes \d+(?: --elastic)?"
-    launched = re.fullmatch(rf"(.*decentjax launch {own})(.*)", line)
-    if launched:
-        module = re.search(r" --module train\.(\S+)", launched[2])
-        rest = launched[2].replace(module[0], "") if module else launched[2]
-        name = module[1] if module else "train"
-        rest += " --exchange peers" * launched[1].endswith(" --elastic")
-        return [launched[1] + (module[0] if module else ""), f"decentjax {name}{rest}"]
-    return [line]
+    own = r"(?:--processes|-n) \d+(?: --elastic)?"
+    launched = re.fullmatch(rf"(.*decentjax launch {own}) (\S+)(.*)", line)
+    if launched is None:
+        return [line]
+    _, target, rest = launched.groups()
+    if target.endswith(".py") and "/" not in target:  # The reader's own script.
+        return [line]
+    name = target if target in LAUNCHED else f"train {target}"
+    rest += " --exchange peers" * launched[1].endswith(" --elastic")
+    return [f"{launched[1]} {target}", f"decentjax {name}{rest}"]
 
 
 COMMANDS = [command for text in PAGES.values() for command in commands_of(text)]
