@@ -60,15 +60,19 @@ def test_who_dies_comes_back_with_the_anchor_of_a_peer(tmp_path):
         wait_until(lambda: alive(tmp_path, 1)[-1:] == [(0, 2)])
         back_at = last_step(tmp_path, 1)
         wait_until(lambda: last_step(tmp_path, 0) > back_at + 20)
+
+        def mixed():
+            """Whose contributions count since then."""
+            return {row[3] for row in used(tmp_path, 1) if row[0] > back_at}
+
+        # Again those of the process that is back, late as they may be.
+        wait_until(lambda: mixed() == {0, 1, 2})
         job.terminate()
         output, _ = job.communicate(timeout=100)
     assert job.returncode == 0, output
     assert process_id(tmp_path, 0) != first
     joined = r"\[0\] goes on with a peer's model at step (\d+), \S+ from its own"
     assert any(int(step) >= gone_at for step in re.findall(joined, output)), output
-    # Its contributions count again.
-    mixed = [row for row in used(tmp_path, 1) if row[0] > back_at]
-    assert {row[3] for row in mixed} == {0, 1, 2}
     assert is_elastic(read_fields(tmp_path / "config.json"))
 
 
