@@ -4,6 +4,7 @@
 ELSEWHERE = {
     "--num-steps": "epochs num-epochs max-epochs max-steps steps iterations max-iters",
     "--seed": "random-seed rng-seed",
+    "--hours": "time",
     "--run-dir": "output-dir out-dir out output save-dir log-dir logdir "
     "checkpoint-dir default-root-dir",
     "--auto-resume": "resume-from-checkpoint continue",
@@ -19,7 +20,12 @@ ELSEWHERE = {
     "per-device-train-batch-size per-device-batch-size",
     "--step.num-micro-batches": "gradient-accumulation-steps grad-accum "
     "grad-accum-steps accumulate-grad-batches micro-batches",
-    "--step.message-dtype": "dtype precision bf16 fp16 amp mixed-precision",
+    "--task.model.compute-dtype": "dtype precision bf16 fp16 amp mixed-precision",
+    "--task.model.num-layers": "n-layer n-layers num-hidden-layers depth",
+    "--task.model.num-heads": "n-head n-heads num-attention-heads",
+    "--task.model.width": "n-embd d-model hidden-size embed-dim",
+    "--task.model.context": "block-size seq-len seq-length max-length context-length",
+    "--task.model.vocabulary": "vocab-size",
     "--rounds.every-steps": "local-steps inner-steps sync-every tau",
     "--optimizer.name": "optimizer optim optimizer-type",
     "--optimizer.warmup-steps": "warmup num-warmup-steps lr-warmup-steps",

@@ -71,8 +71,9 @@ def read_tokens(folder: Path) -> Tokens:
     """
     for name in FILES:
         if not (folder / name).is_file():
+            missing = folder / name if folder.exists() else f"file or folder {folder}"
             raise FileNotFoundError(
-                f"there is no {folder / name}: give text files as --task.data, or make "
+                f"there is no {missing}: give text files as --task.data, or make "
                 f"tokens of them by `decentjax prepare text FILE ... --out {folder}`"
             )
     return Tokens(*(map_array(folder / name, np.uint16) for name in FILES))
