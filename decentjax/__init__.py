@@ -5,6 +5,7 @@ few neighbours while it computes its gradient, and waits for no other worker.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
@@ -171,7 +172,9 @@ def __getattr__(name: str) -> Any:
     if name in _EARLIER:
         return getattr(_import("_earlier"), name)
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        # Python then adds what may be meant.
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     module = next(x for x in map(_import, _CORE) if hasattr(x, name))
     return globals().setdefault(name, getattr(module, name))
 

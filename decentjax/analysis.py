@@ -17,6 +17,7 @@ from decentjax.exchange import (
     Topology,
     apply,
     check_topology,
+    check_whole,
     count_nodes,
     messages_of,
     workers_of,
@@ -206,6 +207,9 @@ def consensus_curve(topology: Topology, num_steps: int) -> np.ndarray:
       [1. 0. 0.]
     """
     check_topology(topology)
+    check_whole("num_steps", num_steps)
+    if num_steps < 0:
+        raise ValueError(f"num_steps must be at least 0, got {num_steps}")
     values = np.random.default_rng(0).standard_normal((topology.num_workers, 64))
     values -= values.mean(0)
     curve = [np.linalg.norm(values)]

@@ -6,6 +6,7 @@ that takes `num_workers` and returns a `Topology`. This module does not import j
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -499,6 +500,7 @@ def from_edges(
       name: name to print.
 
     Raises:
+      TypeError: if edges are not pairs of integers.
       ValueError: if a worker is not from 0 to N - 1, or is its own peer.
 
     Examples:
@@ -512,7 +514,14 @@ def from_edges(
     Source: Xiao, Boyd and Lall (2005), A scheme for robust distributed sensor fusion
     based on average consensus; for Metropolis et al. (1953).
     """
-    pairs = sorted({(min(i, j), max(i, j)) for i, j in edges})
+    try:
+        found = [(operator.index(i), operator.index(j)) for i, j in edges]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "edges are pairs of the numbers of workers, such as (0, 1), or the .edges "
+            f"of a graph of networkx whose nodes are numbers, got {edges!r:.60}"
+        ) from error
+    pairs = sorted({(min(pair), max(pair)) for pair in found})
     if num_workers is None:
         num_workers = 1 + max((j for _, j in pairs), default=0)
     _check_positive(num_workers)

@@ -299,6 +299,11 @@ CALLS = [
         "a function from .*ring, got Topology",
     ),
     (lambda: topology.damped(LOST, 0.5), FUNCTION),
+    (lambda: topology.from_edges([0, 1]), r"are pairs of the numbers .* got \[0, 1\]"),
+    (lambda: topology.from_edges([("a", "b")]), "whose nodes are numbers, got "),
+    (lambda: topology.from_edges([(0, 1, 2)]), r"such as \(0, 1\), .* got "),
+    (lambda: analysis.consensus_curve(RING, -1), "num_steps must be at least 0, got"),
+    (lambda: analysis.consensus_curve(RING, 1.5), "num_steps must be a whole number"),
     (lambda: topology.with_mean_every(LOST, 2), FUNCTION),
     (lambda: topology.matrices(LOST), FUNCTION),
     (
