@@ -63,7 +63,8 @@ def test_the_options_of_version_0_2_are_read_with_a_warning(capsys):
     config, rest = take_sections(RING, given)
     assert (config.exchange, config.policy) == (PeerExchange(), ThinningPolicy())
     assert rest == ["--seed", "1"]
-    first, second = capsys.readouterr().err.splitlines()
+    assert with_fields(RING, {"exchange.where": "peers"}).exchange == PeerExchange()
+    first, second, _ = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: --exchange.where is --exchange now; ")
     assert second.startswith("warning: --policy.name=thinning is --policy now; ")
 

@@ -14,7 +14,13 @@ import tyro
 from train.cli.meaning import ELSEWHERE, meant
 from train.cli.options import AS_OPTIONS
 from train.cli.read import from_options
-from train.cli.sections import KINDS, full_name, take_sections, with_a_shorter_warmup
+from train.cli.sections import (
+    EARLIER,
+    KINDS,
+    full_name,
+    take_sections,
+    with_a_shorter_warmup,
+)
 from train.config import Config
 from train.fields import place_of
 
@@ -164,7 +170,8 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     values = {full_name(field): value for field, value in values.items()}
     prog = prog or " ".join(f"--{field}" for field in values)
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
-    values = {field: value for field, value in values.items() if field not in KINDS}
+    sections = {*KINDS, *EARLIER}
+    values = {field: value for field, value in values.items() if field not in sections}
     for field, value in values.items():
         now = check_field(config, field, prog)
         if now is False and not value:  # A flag has no value.
