@@ -105,6 +105,9 @@ def ring_all_reduce(size: int) -> tuple[float, int]:
     return rounds / size, rounds
 
 
+ROUNDING = 1e-12  # Of products of mixing matrices.
+
+
 def spectral_gap(topology: Topology) -> float:
     """Returns 1 - |lambda_2| of the product of the mixing matrices over a period.
 
@@ -114,8 +117,9 @@ def spectral_gap(topology: Topology) -> float:
       0.195
     """
     eigenvalues = np.sort(np.abs(np.linalg.eigvals(_period_product(topology))))
-    # Of a graph in several parts it is 0, which rounding makes negative.
-    return max(0.0, float(1 - eigenvalues[-2])) if len(eigenvalues) > 1 else 1.0
+    second = float(eigenvalues[-2]) if len(eigenvalues) > 1 else 0.0
+    # Of a graph in several parts it is 1, up to rounding, and of an exact mean 0.
+    return 1.0 if second < ROUNDING else max(0.0, 1 - second)
 
 
 def consensus_factor(topology: Topology) -> float:
@@ -132,7 +136,9 @@ def consensus_factor(topology: Topology) -> float:
       0.0
     """
     product = _period_product(topology)
-    return float(np.linalg.norm(product - 1 / topology.num_workers, 2))
+    factor = float(np.linalg.norm(product - 1 / topology.num_workers, 2))
+    # Rounding would leave 1e-16 of an exact mean, whose root is not small.
+    return 0.0 if factor < ROUNDING else min(factor, 1.0)
 
 
 def exact_after(topology: Topology) -> int | None:
@@ -332,6 +338,7 @@ def compare(
       workers_per_node: as in `traffic`.
 
     Raises:
+      TypeError: if one is no topology, or `model_bytes` no number.
       ValueError: if `workers_per_node` does not divide a number of workers.
 
     Examples:
@@ -340,7 +347,12 @@ def compare(
       >>> [row.exact_after for row in analysis.compare(graphs)]
       [None, 4]
     """
-    given = [topologies] if isinstance(topologies, Topology) else topologies
+    if not isinstance(model_bytes, int | float | np.number) or not model_bytes > 0:
+        raise TypeError(
+            f"model_bytes must be a number above 0, got {model_bytes}: give several "
+            "topologies as a list"
+        )
+    given = _listed(topologies)
     rows = (_graph_row(one, model_bytes, workers_per_node) for one in given)
     return GraphTable(rows)
 
@@ -368,7 +380,7 @@ def plot(
         raise ModuleNotFoundError(
             "a figure needs matplotlib: pip install matplotlib"
         ) from error
-    given = [topologies] if isinstance(topologies, Topology) else topologies
+    given = _listed(topologies)
     longest = max((one.period for one in given), default=1)
     steps = np.arange((num_steps or max(20, 3 * longest)) + 1)
     axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
@@ -379,6 +391,20 @@ def plot(
     axes.set(yscale="log", xlabel="exchange", ylabel="consensus distance")
     axes.legend()
     return axes
+
+
+def _listed(topologies: Iterable[Topology] | Topology) -> list[Topology]:
+    if isinstance(topologies, Topology):
+        return [topologies]
+    if not isinstance(topologies, Iterable):
+        raise TypeError(
+            "wanted topologies, such as [topology.ring(8)], got "
+            f"{type(topologies).__name__}; of a policy give its menu"
+        )
+    given = list(topologies)
+    for one in given:
+        check_topology(one)
+    return given
 
 
 def _graph_row(

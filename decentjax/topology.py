@@ -8,6 +8,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -477,6 +478,10 @@ def from_matrices(
       >>> topology.from_matrices([swap, keep])
       <Topology from_matrices: 2 workers, 0 to 1 peers each, period 2>
     """
+    if getattr(matrices, "ndim", 3) == 2:
+        raise ValueError(
+            "wanted matrices, [period, N, N], got one: take from_matrix for it"
+        )
     graphs = [from_matrix(one) for one in matrices]
     if not graphs:
         raise ValueError("a topology has at least one exchange, got no matrix")
@@ -484,7 +489,7 @@ def from_matrices(
 
 
 def from_edges(
-    edges: Iterable[tuple[int, int]],
+    edges: Any,
     num_workers: int | None = None,
     name: str = "from_edges",
 ) -> Topology:
@@ -494,14 +499,16 @@ def from_edges(
     worker i, and `W[i, i] = 1 - sum_j W[i, j]`.
 
     Args:
-      edges: pairs of workers, in any order, such as the `edges` of a graph of networkx;
-        duplicates count once.
-      num_workers: N; by default one more than the largest number.
+      edges: pairs of workers, in any order, or a graph of networkx; (i, j) and (j, i)
+        are one edge, and weights do not count.
+      num_workers: N; by default one more than the largest number, or the number of
+        nodes of the graph.
       name: name to print.
 
     Raises:
       TypeError: if edges are not pairs of integers.
-      ValueError: if a worker is not from 0 to N - 1, or is its own peer.
+      ValueError: if a worker is not from 0 to N - 1, or is its own peer, or a graph is
+        directed.
 
     Examples:
       >>> from decentjax import topology
@@ -514,12 +521,21 @@ def from_edges(
     Source: Xiao, Boyd and Lall (2005), A scheme for robust distributed sensor fusion
     based on average consensus; for Metropolis et al. (1953).
     """
+    if hasattr(edges, "is_directed"):  # A graph of networkx.
+        if edges.is_directed():
+            raise ValueError(
+                "a directed graph needs weights of its own, see from_matrix; or give "
+                "its undirected form, graph.to_undirected()"
+            )
+        num_workers = len(edges) if num_workers is None else num_workers
+        edges = edges.edges
     try:
         found = [(operator.index(i), operator.index(j)) for i, j in edges]
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "edges are pairs of the numbers of workers, such as (0, 1), or the .edges "
-            f"of a graph of networkx whose nodes are numbers, got {edges!r:.60}"
+            "edges are pairs of the numbers of workers, such as (0, 1); a graph of "
+            "networkx has them after networkx.convert_node_labels_to_integers, got "
+            f"{edges!r:.60}"
         ) from error
     pairs = sorted({(min(pair), max(pair)) for pair in found})
     if num_workers is None:
@@ -536,14 +552,12 @@ def from_edges(
     return _topology(name, _from_edges(num_workers, weighted))
 
 
-def from_adjacency(
-    adjacency: np.ndarray | Sequence, name: str = "from_adjacency"
-) -> Topology:
+def from_adjacency(adjacency: Any, name: str = "from_adjacency") -> Topology:
     """The topology of an undirected graph, with Metropolis weights, see `from_edges`.
 
     Args:
-      adjacency: [N, N], symmetric: i and j are peers where it is not zero. Its diagonal
-        does not count.
+      adjacency: [N, N], symmetric, also sparse: i and j are peers where it is not zero.
+        Its diagonal does not count, nor do weights.
       name: name to print.
 
     Raises:
@@ -555,9 +569,15 @@ def from_adjacency(
       >>> graph == topology.from_edges([(0, 1), (1, 2), (0, 2)], name=graph.name)
       True
     """
-    joined = np.asarray(adjacency) != 0
+    dense = adjacency.toarray() if hasattr(adjacency, "toarray") else adjacency
+    joined = np.asarray(dense) != 0
+    if np.isnan(np.asarray(dense, float)).any():
+        raise ValueError("an adjacency has numbers for all pairs, got NaN")
     if joined.ndim != 2 or len(joined) != len(joined.T) or not joined.size:
-        raise ValueError(f"an adjacency must be square, got shape {joined.shape}")
+        raise ValueError(
+            f"an adjacency must be square, got shape {joined.shape}; from_edges takes "
+            "graphs of networkx"
+        )
     one_way = np.argwhere(joined & ~joined.T)
     if len(one_way):
         i, j = one_way[0].tolist()

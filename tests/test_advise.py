@@ -719,8 +719,8 @@ def test_among_the_fastest_consensus_decides():
     advice = advise(ALL_REDUCE, rows)
     assert advice.choice.name == "sooner"
     assert advice.reason.endswith(
-        "Of the 3 topologies within 2% of the fastest, this one reaches consensus "
-        "first."
+        "Of the 3 topologies within 2% of the fastest, this one first brings models to "
+        "a tenth of their distance."
     )
     # After three steps exactly, or after two nearly so.
     rows.append(made_row("exact", step=0.5, consensus_factor=0.0, exact_after=3))

@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 
-from decentjax import topology
+from decentjax import analysis, topology
 from decentjax.analysis import (
     compare,
     consensus_curve,
@@ -420,6 +420,16 @@ def test_a_sequence_is_as_wide_as_its_exchanges_together():
     swaps = topology.one_peer_ring(6)
     rows = compare([swaps, topology.one_peer_exponential(8), topology.hypercube(8)])
     assert [row.diameter for row in rows] == [6 // 2, 3, 3]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 12, 27, 100])
+def test_an_exact_mean_has_a_factor_of_zero(num_workers):
+    """Whose root rounding does not make large."""
+    means = topology.with_mean_every(topology.ring(num_workers), 10)
+    for graph in (topology.base_k(num_workers, 1), means):
+        assert analysis.consensus_factor(graph) == 0
+        (row,) = analysis.compare(graph)
+        assert (row.factor, row.gap) == (0, pytest.approx(1))
 
 
 def test_a_curve_falls_by_the_factor_of_the_graph():

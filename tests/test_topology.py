@@ -1,5 +1,6 @@
 """Every graph against its oracle, and what holds for all of them."""
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -935,6 +936,27 @@ def test_edges_have_metropolis_weights(num_workers, share):
         adjacency[i, j] = adjacency[j, i] = 2.5
     np.fill_diagonal(adjacency, 1)
     assert topology.from_adjacency(adjacency, "from_edges") == graph
+
+
+@dataclasses.dataclass
+class Graph:
+    """What is asked of a graph of networkx, which the tests do not install."""
+
+    edges: list
+    directed: bool = False
+
+    def is_directed(self):
+        return self.directed
+
+    def __len__(self):
+        return 5
+
+
+def test_a_graph_of_networkx_is_taken_with_all_its_nodes():
+    edges = [(2, 0), (1, 2)]
+    assert topology.from_edges(Graph(edges)) == topology.from_edges(edges, 5)
+    with pytest.raises(ValueError, match="a directed graph needs weights of its own"):
+        topology.from_edges(Graph(edges, directed=True))
 
 
 def test_a_graph_has_as_many_workers_as_its_largest_number_says():

@@ -288,8 +288,23 @@ def _varied(
     for field, *values in vary:
         if not values:
             raise ValueError(f"--vary needs a field and its values, got {field} alone")
+        for config in chosen:
+            _check_graphs(config, field, values)
         chosen = [_with(config, field, value) for config in chosen for value in values]
     return chosen
+
+
+def _check_graphs(config: Config, field: str, values: Sequence[str]) -> None:
+    """Raises a ValueError for values of a field that the graph does not have."""
+    if not field.startswith("topology.") or len(values) < 2:
+        return
+    ones = [_with(config, field, value) for value in values]
+    first, *others = (one.topology.build(one.workers) for one in ones)
+    if all(other == first for other in others):
+        raise ValueError(
+            f"--{field} changes nothing: {config.topology.name} is one graph with "
+            f"{' and '.join(values)}"
+        )
 
 
 def _with(config: Config, field: str, value: str) -> Config:

@@ -286,7 +286,7 @@ def _why_go(baseline: Prediction, best: Prediction, num_near: int) -> str:
     if num_near > 1 and best.consensus_factor is not None:
         sentences.append(
             f"Of the {num_near} topologies within {AS_FAST - 1:.0%} of the fastest, "
-            "this one reaches consensus first."
+            "this one first brings models to a tenth of their distance."
         )
     return " ".join(sentences)
 

@@ -104,6 +104,8 @@ def as_changes(
     changes = []
     for field, values in fields.items():
         if other := renamed.get(field.replace("-", "_").replace(".", "_")):
+            if f"--{other}" in rest:
+                raise ValueError(f"--{field} is --{other}: give one of them")
             rest += [f"--{other}", *values]
         else:
             changes.append(as_change(field, values))
@@ -168,24 +170,23 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     """
     schedule = config.optimizer.schedule
     values = {full_name(field): value for field, value in values.items()}
-    prog = prog or " ".join(f"--{field}" for field in values)
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
     sections = {*KINDS, *EARLIER}
     values = {field: value for field, value in values.items() if field not in sections}
     for field, value in values.items():
-        now = check_field(config, field, prog)
+        now = check_field(config, field, prog or f"--{field}")
         if now is False and not value:  # A flag has no value.
             values[field] = "True"
         if schedule is not None and field.replace("-", "_") in RATES:
             raise ValueError(
-                f"{prog}: {field} would change nothing, as optimizer.schedule = "
+                f"--{field} would change nothing, as optimizer.schedule = "
                 f"{place_of(schedule)} has the rates"
             )
     return from_options(
         Config,
         default=config,
         args=[x for k, v in values.items() for x in (f"--{k}", *v.split())],
-        prog=prog,
+        prog=prog or " ".join(f"--{field}" for field in values),
         # A flag has a value here, True or False, as any other field.
         config=(*AS_OPTIONS, tyro.conf.FlagConversionOff),
     )

@@ -141,10 +141,14 @@ def _name_and_form(argument: Any) -> str:
 
 def _unknown(token: str, prog: str, names: Callable[[], list[str]]) -> str:
     if not token.startswith("-"):
-        return f"{token!r} follows no option: {prog} --help lists them"
+        return (
+            f"{token!r} follows no option that takes it: {prog} --help says what each "
+            "takes"
+        )
     known, name = names(), token.partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    if (same := meant(name)) in known:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+    if not near and (same := meant(name)) in known:
         near = [same]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}?" if near else f"{prog} --help lists them"
     return f"there is no option {token}: {hint}"
