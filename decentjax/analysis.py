@@ -40,6 +40,9 @@ class Traffic:
     node_bytes: np.ndarray
 
 
+ROUNDING = 1e-12  # Of products of mixing matrices.
+
+
 class Transfer(NamedTuple):
     """M messages of an exchange that are sent at the same time.
 
@@ -103,9 +106,6 @@ def ring_all_reduce(size: int) -> tuple[float, int]:
     """
     rounds = 2 * (size - 1)
     return rounds / size, rounds
-
-
-ROUNDING = 1e-12  # Of products of mixing matrices.
 
 
 def spectral_gap(topology: Topology) -> float:
