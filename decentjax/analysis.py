@@ -23,6 +23,8 @@ from decentjax.exchange import (
     workers_of,
 )
 
+ROUNDING = 1e-12  # Of products of mixing matrices.
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
@@ -38,9 +40,6 @@ class Traffic:
     messages: np.ndarray
     worker_bytes: np.ndarray
     node_bytes: np.ndarray
-
-
-ROUNDING = 1e-12  # Of products of mixing matrices.
 
 
 class Transfer(NamedTuple):
