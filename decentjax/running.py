@@ -210,8 +210,8 @@ def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> No
     """
     if not isinstance(state, WorkerState):
         raise TypeError(
-            "a train step takes a WorkerState, as from init_state, got "
-            f"{type(state).__name__}"
+            "a train step takes a WorkerState, as from init_state or, of wrap, "
+            f"step.init, got {type(state).__name__}"
         )
     arrays = list(filter(_has_buffer, jax.tree.leaves((state, batch))))
     is_gone = any(x.is_deleted() for x in arrays)
