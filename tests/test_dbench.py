@@ -48,6 +48,12 @@ def ignore(step: int, words: str) -> None:
     del step, words
 
 
+def test_a_cell_of_a_policy_with_options_has_a_config():
+    (cell,) = cells(("thinning:degree=2:per-epoch=0.5",))
+    assert (cell.name, cell.reason) == ("thinning-degree-2-per-epoch-0-5-4", "")
+    assert cell.config is not None
+
+
 def test_cells_hold_a_batch_and_scale_the_rate():
     (small, large) = cells(workers=(4, 16), scaling="sqrt")
     assert small.config.optimizer == LINE.optimizer

@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the cell, and of its file."""
-        return f"{self.graph.replace('@', '-')}-{self.num_workers}"
+        return f"{re.sub('[^A-Za-z0-9_]+', '-', self.graph)}-{self.num_workers}"
 
 
 def make_cells(
