@@ -81,7 +81,7 @@ def default_params(state: Any) -> Any:
     """The params of a train state, by its type or by the names of its parts.
 
     Raises:
-      ValueError: if there are none.
+      ValueError: if there are none, or an optimizer's state is where they should be.
     """
     if hasattr(state, "params"):
         return state.params
@@ -89,6 +89,12 @@ def default_params(state: Any) -> Any:
         return state["params"]
     # Moments that optax keeps of a state of NNX are `nnx.Param`s too, but come second.
     first = _first(state)
+    if first is not None and _is_of_optimizer(first):
+        raise ValueError(
+            "the first item of the train state is averaged, and here it has an "
+            "optimizer's state: put the model first, or pass a function that selects "
+            "the params, params=lambda state: state[1]"
+        )
     if found := _nnx_params(state if first is None else first):
         return found
     if first is not None:
@@ -104,6 +110,19 @@ def _first(state: Any) -> Any:
     if isinstance(state, tuple | list):
         return state[0] if len(state) > 1 else None
     return state[0] if isinstance(state, Mapping) and 0 in state else None
+
+
+def _is_of_optimizer(tree: Any) -> bool:
+    """Whether there is a state of optax in it, or one that is called opt_state."""
+
+    def is_state(x: Any) -> bool:
+        kind = type(x)
+        return kind.__module__.startswith("optax.") and kind.__name__.endswith("State")
+
+    found = jax.tree.leaves_with_path(tree, is_leaf=is_state)
+    keys = [key for path, _ in found for key in path]
+    names = {str(getattr(key, "name", getattr(key, "key", None))) for key in keys}
+    return any(is_state(x) for _, x in found) or "opt_state" in names
 
 
 def _nnx_params(state: Any) -> list[Any]:

@@ -532,6 +532,16 @@ def test_a_step_that_names_its_mesh_gets_a_sentence():
     np.testing.assert_allclose(total, batches(2)[0][0].sum((1, 2)), rtol=1e-5)
 
 
+ADAM = optax.adam(0.1).init(jnp.ones(2))
+
+
+def of_nnx():
+    """An optimizer before its model, as NNX splits them."""
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    return nnx.split((optimizer, model))[1]
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -542,6 +552,9 @@ def test_a_step_that_names_its_mesh_gets_a_sentence():
         ),
         (lambda: wrap(own_step, topology.ring(2), worker_mesh(3)), "2 workers, got"),
         (lambda: lens_of({"w": jnp.ones(2)}), "found no params in a train state of ty"),
+        (lambda: lens_of((ADAM, jnp.ones(2))), "the first item .* put the model first"),
+        (lambda: lens_of(({"opt_state": jnp.ones(2)}, jnp.ones(2))), "the first item"),
+        (lambda: lens_of(of_nnx()), "the first item .* has an optimizer's state"),
         (lambda: lens_of(start(), lambda s: s.count), "selects no arrays of floats"),
         (lambda: lens_of(start(), lambda s: ()), "selects no arrays of floats"),
         (lambda: lens_of(start(), lambda s: [jnp.ones(2)]), "must select arrays of"),

@@ -69,6 +69,12 @@ def test_the_options_of_version_0_2_are_read_with_a_warning(capsys):
     assert second.startswith("warning: --policy.name=thinning is --policy now; ")
 
 
+def test_a_learning_rate_alone_is_that_of_the_optimizer():
+    given = ["--learning_rate", "0.5", "--rounds.learning-rate", "0.6"]
+    _, rest = take_sections(RING, given)
+    assert rest == ["--optimizer.learning-rate", *given[1:]]
+
+
 def test_fields_may_be_called_as_they_are_elsewhere():
     given = ["--lr", "1e-3", "--optimizer.wd=0.1", "--bs", "7", "--batch_size=8"]
     config, rest = take_sections(RING, [*given, "--steps", "9", "--seed=--lr"])

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # What fields are called elsewhere, alone or with their section.
 ALIASES = {
     "lr": "optimizer.learning-rate",
+    "learning-rate": "optimizer.learning-rate",
     "wd": "optimizer.weight-decay",
     "bs": "step.batch-per-worker",
     "batch-size": "step.batch-per-worker",
