@@ -254,6 +254,35 @@ def test_every_extra_is_known_here():
         assert extra == "train" or package in MODULES[extra] | {"PIL"}
 
 
+SETUP, TESTS, *MORE = re.findall(r"```sh\n(.*?)```", PAGES["README.md"], re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)  # Packages are installed, and 2,000 steps trained.
+def test_the_first_shell_block_sets_up_and_trains(tmp_path):
+    """In a fresh clone, as it stands; the second block is what CI runs first."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    env = {name: x for name, x in ENV.items() if name != "PYTHONPATH"}
+    subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", SETUP], cwd=clone, env=env, check=True
+    )
+    rows = (clone / "runs/quickstart/metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["mean_model"]["bits_per_byte"] < 2.4
+
+
+def test_readme_needs_nothing_that_a_reader_does_not_have():
+    assert re.fullmatch(r"python3 -m venv .venv && [^\n]*\n.* -m pytest .*\n", TESTS)
+    assert MORE == []
+    indented = re.findall(r"^    (.*)$", prose_of("README.md"), re.MULTILINE)
+    assert {line.split()[0] for line in indented} == {"x_i", "decentjax"}
+
+
+def test_no_page_installs_from_an_index_that_does_not_have_it():
+    lines = [x for text in PAGES.values() for x in re.findall("pip install.*", text)]
+    assert [x for x in lines if re.search("install '?decentjax", x)] == []
+
+
 def test_it_has_a_command_of_each_tool():
     tools = {one.words[0] for emulate in (False, True) for one in asked_of(emulate)}
     files = [*ROOT.glob("*/__main__.py"), *ROOT.glob("train/*/__main__.py")]
