@@ -31,8 +31,8 @@ from decentjax.gossip import (
     count_examples,
     replay,
 )
-from decentjax.gossip.peer_rounds import from_anchor
-from decentjax.gossip.quorum import QuorumMeans, weighted_mean
+from decentjax.gossip.peer_rounds import from_anchor, of_permutations
+from decentjax.gossip.quorum import Contribution, QuorumMeans, weighted_mean
 from decentjax.links import Links, Piece, Said
 from decentjax.patience import Waits
 from decentjax.rounds import Rounds, init_rounds
@@ -334,6 +334,29 @@ def test_a_guard_names_what_is_far(action, three):
     (mean,) = ways[0].combine(None, used, found)
     # Worker 1 has not merged round 0: its contribution is one round old.
     np.testing.assert_allclose(mean[0], [1 / 3, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("own", [0.25, 0.4, 0.9])
+def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
+    """Clipping moves the model, and not the weights, whatever W_ii is."""
+    graph = topology.damped(topology.complete(4), (1 - own) * 4 / 3)
+    how = Rounds(every(graph, 1)).schedule
+    quorum = Quorum(weights="equal", guard=Guard(2.0, "clip"))
+    merge = QuorumMeans(None, of_permutations("", graph), quorum, how)
+    models = np.array([[0, 0], [1, 0], [0, 1], [0, 10]], np.float32)
+    found = [
+        Contribution(i, Said(0), 0.5 if i == 3 else 1.0, 0, [jnp.asarray(x)])
+        for i, x in enumerate(models)
+    ]
+    kept, (left_out,) = merge._trusted(found)
+    weights = merge._weights(0, 0, kept)
+    assert left_out.value == pytest.approx(10)
+    other = (1 - own) / 3
+    given = np.array([own, other, other, other * 0.5])
+    clipped = [*models[:3], [0, 2]]  # As far as twice the median.
+    wanted = given @ clipped / given.sum()
+    got = sum(w * np.asarray(one.rows[0]) for w, one in zip(weights, kept, strict=True))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
 def test_a_guard_refuses_what_is_too_old(three):

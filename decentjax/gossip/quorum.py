@@ -183,6 +183,7 @@ class Contribution(NamedTuple):
     weight: float
     age: int
     rows: Rows
+    share: float = 1.0  # Of its weight; a guard that clips moves the rest to the own.
 
 
 class QuorumMeans(Way):
@@ -312,12 +313,8 @@ class QuorumMeans(Way):
                     LeftOut(one.worker, one.said.step, "distance", distance)
                 )
                 if guard.action == "clip" and is_finite:
-                    # s x_c + (1 - s) x_i: a part of its weight goes to the own model.
-                    part = one.weight * limit / distance
-                    kept[0] = kept[0]._replace(
-                        weight=kept[0].weight + one.weight - part
-                    )
-                    kept.append(one._replace(weight=part))
+                    # s x_c + (1 - s) x_i
+                    kept.append(one._replace(share=limit / distance))
         return kept, left_out
 
     def _weights(
@@ -330,7 +327,9 @@ class QuorumMeans(Way):
         total = math.fsum(given)
         if not total > 0:
             return [1.0] + [0.0] * (len(found) - 1)
-        return [x / total for x in given]
+        kept = [x * one.share for x, one in zip(given, found, strict=True)]
+        kept[0] += total - math.fsum(kept)
+        return [x / total for x in kept]
 
 
 def weighted_mean(used: Used, models: Models, trimmed: int = 0) -> Rows:
