@@ -1,5 +1,6 @@
 """Goodput: what counts of what workers compute, where they fail."""
 
+import dataclasses
 import itertools
 import math
 
@@ -87,6 +88,35 @@ def test_a_patience_for_late_workers_costs_the_others():
     ]
     assert all(a > b for a, b in itertools.pairwise(found))
     assert found[1] == pytest.approx((3 * 20 / 22 + 0.1) / 4, rel=0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstFails:
+    """Worker 0 fails once, at 5 s."""
+
+    seconds_back: float
+
+    def times(self, *_):
+        return iter([(5.0, 0)])
+
+
+@pytest.mark.parametrize("patience", [0.0, 10.0, 35.0, 1e9])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("back", [10, 30, 50, 60, 1000])
+def test_a_round_waits_for_all_that_are_there_and_for_no_other(back, count, patience):
+    failures, speeds = FirstFails(back), [1, 1, 0.4]
+    more = {"count": count, "patience": patience, "num_seconds": 1.0}
+    found = goodput_of_quorum(3, failures, **ROUNDS, **more, speeds=speeds)
+    # Second by second: when each begins, and how long it needs for its 20 steps.
+    begins, needs = np.array([5 + back, 0, 0]), np.array([20, 20, 50])
+    reached = np.sort(begins + needs)[count - 1]
+    end = next(
+        t
+        for t in itertools.count(reached)
+        if t == reached + patience or not ((begins < t) & (begins + needs > t)).any()
+    )
+    steps = sum(min(20, 20 * max(0, end - b) // n) for b, n in zip(begins, needs))
+    assert found == pytest.approx(steps / (3 * end))
 
 
 def test_with_fewer_than_a_quorum_all_wait():

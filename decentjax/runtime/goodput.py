@@ -194,10 +194,7 @@ def goodput_of_quorum(
     now, steps = 0.0, 0.0
     while now < num_seconds:
         while True:
-            done = np.sort(since + round_steps * each)
-            end = max(now, done[count - 1])
-            if done[-1] > end:
-                end = min(end + patience, done[-1])
+            end = max(now, _round_end(since, round_steps * each, count, patience))
             if fails[0] >= end:
                 break
             # What comes back is there from then on; the round is looked at again.
@@ -212,6 +209,19 @@ def goodput_of_quorum(
         since[waited] = end
         now = end
     return float(steps * step_seconds / (num_workers * now))
+
+
+def _round_end(
+    since: np.ndarray, needs: np.ndarray, count: int, patience: float
+) -> float:
+    """When `count` workers are done, and then all that are there, or patience ends."""
+    done = since + needs
+    end = float(np.sort(done)[count - 1])
+    last = end + patience
+    # Workers that come back meanwhile are waited for too.
+    while end < last and (done[since < end] > end).any():
+        end = min(last, float(done[since < end].max()))
+    return end
 
 
 def _speeds(num_workers: int, speeds: Sequence[float] | None) -> list[float]:
