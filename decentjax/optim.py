@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
@@ -46,6 +47,9 @@ class ScaleByAccumAdamState(NamedTuple):
     mu: optax.Updates  # first moment, as of the last full window
     nu: optax.Updates  # second moment, likewise
     acc: optax.Updates  # sum g / s of the window so far, in float32 or wider
+    # Of an s that may change: full windows and steps of this one, int32, []; acc is
+    # then the mean of the window so far.
+    window: tuple[jax.Array, jax.Array] | tuple[()] = ()
 
 
 def scale_by_accum_adam(
@@ -72,9 +76,13 @@ def scale_by_accum_adam(
     With `accum_steps=1` this is Adam. `optax.MultiSteps` differs: it updates the
     parameters once every k steps.
 
+    An array s, as a schedule in `optax.inject_hyperparams`, may change from step to
+    step: a window is full once it has s steps or more, :math:`b` is the mean of their
+    gradients, and k is the number of windows begun.
+
     Args:
       accum_steps: s, the window in steps; the paper scales it with the number of
-        workers (N/2 in most runs).
+        workers (N/2 in most runs). The same kind, int or array, in `init` and `update`.
       b1: decay rate of the first moment, per window.
       b2: decay rate of the second moment, per window.
       eps: constant outside the root, as in the released code.
@@ -98,38 +106,57 @@ def scale_by_accum_adam(
     """
     if isinstance(accum_steps, float):
         raise TypeError(f"accum_steps must be a whole number, got {accum_steps}")
-    if isinstance(accum_steps, int) and accum_steps < 1:
+    if isinstance(accum_steps, int | np.integer) and accum_steps < 1:
         raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
 
+    is_fixed = isinstance(accum_steps, int | np.integer)
     adam: Any = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     def init_fn(params):
         params = jax.tree.map(jnp.asarray, params)
         acc = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
-        return ScaleByAccumAdamState(*adam.init(params), acc=acc)
+        window = (
+            () if is_fixed else (jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
+        )
+        return ScaleByAccumAdamState(*adam.init(params), acc=acc, window=window)
 
     def update_fn(updates, state, params=None):
         del params
+        if is_fixed != (state.window == ()):
+            raise TypeError(
+                "accum_steps must be an int, or an array, in init and update alike, got "
+                f"{type(accum_steps).__name__} and the state of the other"
+            )
         updates = jax.tree.map(jnp.asarray, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
-        window = (count + accum_steps - 1) // accum_steps
+        if is_fixed:
+            num_full, place = (count - 1) // accum_steps, (count - 1) % accum_steps + 1
+        else:
+            num_full, place = state.window[0], state.window[1] + 1
+
+        def accumulated(b, g):
+            g = g.astype(b.dtype)
+            return b + (
+                g / accum_steps if is_fixed else (g - b) / place.astype(b.dtype)
+            )
+
         # The state of Adam after the last full window. s = 4: steps 1 to 4 each act as
         # its first step, and the mean of their gradients then advances it.
-        last = optax.ScaleByAdamState(window - 1, state.mu, state.nu)
+        last = optax.ScaleByAdamState(num_full, state.mu, state.nu)
         direction, _ = adam.update(updates, last)
-        acc = jax.tree.map(
-            lambda b, g: b + g.astype(b.dtype) / accum_steps, state.acc, updates
-        )
+        acc = jax.tree.map(accumulated, state.acc, updates)
         # The direction of the mean gradient is not used, so XLA does not compute it.
         _, moved = adam.update(acc, last)
         # A select, not a conditional: XLA fuses nothing across a branch.
-        full = count % accum_steps == 0
+        full = place >= accum_steps
         mu, nu, acc = jax.tree.map(
             lambda new, old: jnp.where(full, new.astype(old.dtype), old),
             (moved.mu, moved.nu, optax.tree.zeros_like(acc)),
             (state.mu, state.nu, acc),
         )
-        return direction, ScaleByAccumAdamState(count, mu, nu, acc)
+        window = num_full + full.astype(jnp.int32), jnp.where(full, 0, place)
+        window = () if is_fixed else window
+        return direction, ScaleByAccumAdamState(count, mu, nu, acc, window)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -106,6 +106,51 @@ def test_the_steps_of_accum_adam_may_be_traced():
         np.testing.assert_allclose(directions(accum_steps), wanted, rtol=1e-4)
 
 
+def _in_windows(gradients, sizes, b1, b2, eps):
+    """Adam whose moments take the mean gradient of each window; a window is full once
+    it has as many steps as the size of its last one."""
+    m_bar, v_bar, window, num_full, directions = 0.0, 0.0, [], 0, []
+    for g, size in zip(np.asarray(gradients, np.float64), sizes, strict=True):
+        k = num_full + 1
+        m, v = b1 * m_bar + (1 - b1) * g, b2 * v_bar + (1 - b2) * g**2
+        directions.append(m / (1 - b1**k) / (np.sqrt(v / (1 - b2**k)) + eps))
+        window.append(g)
+        if len(window) >= size:
+            mean = np.mean(window, 0)
+            m_bar, v_bar = b1 * m_bar + (1 - b1) * mean, b2 * v_bar + (1 - b2) * mean**2
+            window, num_full = [], num_full + 1
+    return directions
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[2] * 4 + [4] * 16, [8] * 8 + [1] * 12, [3] * 4 + [7] * 16, [5] * 4 + [2] * 16],
+    ids=["grows", "shrinks", "grows_within", "shrinks_within"],
+)
+def test_the_steps_of_accum_adam_may_change_during_a_run(sizes):
+    gradients, options = _gradients(20), {"b1": 0.8, "b2": 0.9, "eps": 1e-6}
+    wanted = _in_windows(gradients, sizes, **options)
+    table = jnp.array(sizes)
+    scheduled = optax.inject_hyperparams(scale_by_accum_adam)(
+        lambda t: table[t], **options
+    )
+    got = _directions(scheduled, gradients, jnp.zeros((4, 3)))
+    np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5)
+    kept = optax.inject_hyperparams(scale_by_accum_adam)(sizes[0], **options)
+    state, found = kept.init(jnp.zeros((4, 3))), []
+    for gradient, size in zip(gradients, sizes, strict=True):
+        state.hyperparams["accum_steps"] = jnp.array(size)
+        direction, state = kept.update(gradient, state, gradient)
+        found.append(direction)
+    np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_the_steps_of_accum_adam_are_an_int_or_an_array_throughout():
+    state = scale_by_accum_adam(2).init(jnp.zeros(3))
+    with pytest.raises(TypeError, match="an int, or an array, in init and update"):
+        scale_by_accum_adam(jnp.array(2)).update(jnp.zeros(3), state)
+
+
 @pytest.mark.parametrize("accum_steps", [0, -3])
 def test_accum_adam_of_less_than_one_step_is_refused(accum_steps):
     message = f"accum_steps must be at least one, got {accum_steps}"

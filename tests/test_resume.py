@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 from saving import state_of
 
-from decentjax import WorkerState
+from decentjax import ScaleByAccumAdamState, WorkerState
 from train.__main__ import main
 from train.checkpoint import named
 from train.cli.changes import with_changes
@@ -563,6 +563,27 @@ def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys
     )
     page = write_report([run_dir], run_dir / "report.html").read_text()
     assert f"; the learning rate jumped from {last} to {now:.3g}" in page
+
+
+@pytest.mark.slow
+def test_a_run_may_go_on_with_other_windows_of_its_moments(tmp_path):
+    """Its moments keep their age, six full windows of three steps."""
+    accum = OptimizerConfig(name="accum_adam", accum_steps=3, warmup_steps=0)
+    config = dataclasses.replace(LINE, num_steps=20, optimizer=accum)
+    before = train(config, tmp_path).state.opt_state
+    config, fields = with_changes(config, ["optimizer.accum-steps=8"])
+    after = train(config, tmp_path, Resume(changes=fields)).state.opt_state
+    (old,), (new,) = (
+        [x for x in jax.tree.leaves(state, is_leaf=is_accum) if is_accum(x)]
+        for state in (before, after)
+    )
+    assert new.count.tolist() == [48] * 4
+    assert old.mu["w"].tolist() == new.mu["w"].tolist()
+    assert not new.acc["w"].any()
+
+
+def is_accum(x):
+    return isinstance(x, ScaleByAccumAdamState)
 
 
 def test_a_rate_within_a_run_may_jump():

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from decentjax import WorkerState
+from decentjax import ScaleByAccumAdamState, WorkerState
 from train.cli.config_json import (
     HOOKS,
     PLACES,
@@ -268,6 +269,7 @@ def begin_again(
         changed = what_changed(found.steps[step], step, config, resume)
         try:
             restored = _restored(found.steps[step], step, state, resume)
+            restored = _in_windows(restored, found.steps[step], config)
             check(restored, step)
         except Exception as error:
             # In a job other processes may have read it, and would resume from it; and
@@ -291,6 +293,30 @@ def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> Work
     if resume.workers is None or num_saved == len(state.key):
         return restore(path, state)
     return restore_rows(path, state, num_saved, resume.workers, step)
+
+
+def _in_windows(state: WorkerState, path: Path, config: Config) -> WorkerState:
+    """The state with moments that are as old in windows of the config's steps.
+
+    A window that has begun begins anew.
+    """
+    before = with_defaults(saved_fields(path))["optimizer"]["accum_steps"]
+    after = config.optimizer.accum_steps
+
+    def recounted(x: Any) -> Any:
+        if not isinstance(x, ScaleByAccumAdamState):
+            return x
+        acc = jax.tree.map(jnp.zeros_like, x.acc)
+        return x._replace(count=x.count // before * after, acc=acc)
+
+    if before == after:
+        return state
+    moved = jax.tree.map(
+        recounted,
+        state.opt_state,
+        is_leaf=lambda x: isinstance(x, ScaleByAccumAdamState),
+    )
+    return state._replace(opt_state=moved)
 
 
 def trained_by(fields: dict[str, Any], names: Sequence[str] = FREE) -> dict[str, Any]:
