@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import job_line
 import line
 import numpy as np
+import optax
 import pytest
 import tiny
 from ipv6 import has_ipv6
@@ -601,6 +603,34 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
         "ScaleByScheduleState": [7, 7],
         "ScaleByAdamState": [0, 0],
     }
+
+
+def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
+    rate = optax.linear_schedule(1.0, 0.0, 10)
+    adamw = optax.inject_hyperparams(optax.adamw)(rate, b1=rate, weight_decay=0.1)
+    optimizer = optax.chain(
+        optax.masked(optax.chain(adamw, optax.sgd(rate)), True),
+        optax.add_decayed_weights(rate),
+        optax.add_noise(0.1, 0.1, jax.random.key(0)),
+        optax.conditionally_transform(optax.scale(2.0), lambda step: step < 5),
+    )
+    params = jnp.ones(2)
+    state = optimizer.init(params)
+    moved = peer_run.at_step(WorkerState((), state, (), ()), 7).opt_state
+    for _ in range(7):
+        _, state = optimizer.update(jnp.zeros(2), state, params)
+    # By the names of the fields of optax; moments count their own updates.
+    for path, wanted in jax.tree.leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        if name.endswith((".count", ".step")):
+            got = {
+                jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(moved)
+            }
+            is_adams = name.endswith(".inner_state[0].count")
+            assert got[name] == (0 if is_adams else wanted), name
+    inner = optax.MultiSteps(optax.sgd(rate), 3).init(params)
+    same = peer_run.at_step(WorkerState((), (inner,), (), ()), 7).opt_state[0]
+    assert same.inner_opt_state[1].count == 0
 
 
 @pytest.mark.parametrize(

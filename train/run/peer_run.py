@@ -379,17 +379,39 @@ def keeper(config: Config, folder: Path) -> Callable[[], None]:
 
 
 def at_step(state: WorkerState, step: int) -> WorkerState:
-    """The state with the schedule of its rate, and the count of steps, at a step."""
-    counting = optax.ScaleByScheduleState | WatchState
+    """The state with the schedules of its optimizer, and the count of steps, at a step.
 
-    def moved(x: Any) -> Any:
-        if not isinstance(x, counting):
-            return x
+    Those inside `optax.MultiSteps` count its updates, and stay.
+    """
+
+    def moved(tree: Any) -> Any:
+        def is_one(x: Any) -> bool:
+            is_kept = isinstance(x, optax.MultiStepsState)
+            return x is not tree and (is_kept or _count_of(x) is not None)
+
+        tree = jax.tree.map(
+            lambda x: moved(x) if _count_of(x) else x, tree, is_leaf=is_one
+        )
+        if (name := _count_of(tree)) is None:
+            return tree
+        count = getattr(tree, name)
         # Placed as it was.
-        count = np.full(x.count.shape, step, x.count.dtype)
-        return x._replace(count=jax.device_put(count, x.count.sharding))
+        new = jax.device_put(np.full(count.shape, step, count.dtype), count.sharding)
+        return tree._replace(**{name: new})
 
-    new = jax.tree.map(
-        moved, state.opt_state, is_leaf=lambda x: isinstance(x, counting)
+    return state._replace(opt_state=moved(state.opt_state))
+
+
+def _count_of(x: Any) -> str | None:
+    """Name of the field of an optimizer's state that counts steps for a schedule."""
+    if isinstance(x, optax.ConditionallyTransformState | optax.ConditionallyMaskState):
+        return "step"
+    others = (
+        WatchState,
+        optax.InjectHyperparamsState,
+        optax.InjectStatefulHyperparamsState,
+        optax.AddNoiseState,
     )
-    return state._replace(opt_state=new)
+    # States of schedules themselves, some without a public name, have nothing else.
+    is_one = isinstance(x, others) or getattr(x, "_fields", None) == ("count",)
+    return "count" if is_one else None
