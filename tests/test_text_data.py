@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from train.data import token_files as text_module
+from train.data.files import visible
 from train.data.token_files import (
     TextFiles,
     Windows,
@@ -36,6 +37,15 @@ from train.tasks.task import build_task
 from train.tasks.text import TextTask
 
 DOCUMENTS = [f"Dokument {i}: größer\n\nals {i * i} 😀" for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [".git/a", "a/.b/c", "._a.txt", "a/__MACOSX/b", "x/Thumbs.db", ".DS_Store"],
+)
+def test_what_a_user_does_not_see_is_hidden(hidden):
+    assert not visible(Path(hidden))
+    assert visible(Path("a.b/__init__/thumbs/a..txt"))
 
 
 def write_tokens(folder: Path, train, held_out) -> Path:

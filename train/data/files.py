@@ -13,6 +13,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+# What macOS, Windows and file servers leave in folders, beside names that begin with
+# a dot. In small letters.
+LEFT_BEHIND = {"__macosx", "thumbs.db", "desktop.ini", "$recycle.bin", "@eadir"}
+
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
@@ -40,6 +44,20 @@ def check_new(folder: Path) -> None:
     """Raises a FileExistsError if the folder is not empty, or its path is taken."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder} already exists: remove it, or choose another")
+
+
+def visible(path: Path) -> bool:
+    """Whether a user sees a file of a folder of data, rather than a program alone.
+
+    Hidden are `.git`, `.ipynb_checkpoints`, `._x.txt`, `__MACOSX`, `Thumbs.db` and what
+    is in such folders.
+
+    Args:
+      path: path relative to the folder, whose own name may begin with a dot.
+    """
+    return not any(
+        part.startswith(".") or part.lower() in LEFT_BEHIND for part in path.parts
+    )
 
 
 def as_text(data: bytes, where: object) -> str:
