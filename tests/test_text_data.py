@@ -108,6 +108,83 @@ def test_the_same_files_give_the_same_bytes(files, tmp_path, monkeypatch):
         assert len(texts) == 1
 
 
+END_TOKEN = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+IN_EACH = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}]
+SETTINGS = {
+    "truncation": {
+        "truncation": dict(
+            direction="Right", max_length=3, strategy="LongestFirst", stride=0
+        )
+    },
+    "padding": {
+        "padding": dict(
+            strategy={"Fixed": 64},
+            direction="Left",
+            pad_to_multiple_of=None,
+            pad_id=0,
+            pad_type_id=0,
+            pad_token="<|endoftext|>",
+        )
+    },
+    "template": {
+        "post_processor": dict(
+            type="TemplateProcessing",
+            single=[*IN_EACH, {"Sequence": {"id": "A", "type_id": 0}}],
+            pair=[{"Sequence": {"id": x, "type_id": 0}} for x in "AB"],
+            special_tokens={"<|endoftext|>": END_TOKEN},
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "dropout"])
+def test_the_settings_of_a_tokenizers_file_change_no_text(name, files, tmp_path):
+    prepare_text([files], tmp_path / "plain", 400, held_out_share=0.3)
+    kept = json.loads((tmp_path / "plain" / "vocabulary.json").read_text())
+    kept |= SETTINGS.get(name, {})
+    kept["model"] |= {"dropout": 0.9} if name == "dropout" else {}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(kept))
+    prepare_text([files], tmp_path / "out", tokenizer=path, held_out_share=0.3)
+    for file in ("train.bin", "val.bin"):
+        made, right = ((tmp_path / x / file).read_bytes() for x in ("out", "plain"))
+        assert made == right
+    saved = load_vocabulary(tmp_path / "out" / "vocabulary.json")
+    assert saved.decode(saved.encode(DOCUMENTS)) == DOCUMENTS
+
+
+def test_a_tokenizer_that_changes_the_text_is_named(files, tmp_path, capsys):
+    prepare_text([files], tmp_path / "plain", 400, held_out_share=0.3)
+    kept = json.loads((tmp_path / "plain" / "vocabulary.json").read_text())
+    path = tmp_path / "tokenizer.json"
+    for normalizer, words in (
+        (None, ""),
+        ({"type": "Lowercase"}, "'Dokument .*' is decoded as 'dokument"),
+        ({"type": "Replace", "pattern": {"String": "ö"}, "content": ""}, "as '.*grßer"),
+    ):
+        path.write_text(json.dumps(kept | {"normalizer": normalizer}))
+        out = tmp_path / f"out{len(words)}"
+        prepare_text([files], out, tokenizer=path, held_out_share=0.3)
+        printed = capsys.readouterr().err
+        assert re.search(words, printed) if words else not printed
+
+
+def test_a_tokenizer_may_leave_ids_out(tmp_path):
+    vocabulary = train_vocabulary(["a"], 257, special=["<|endoftext|>"])
+    vocabulary.save(tmp_path / "gap.json")
+    kept = json.loads((tmp_path / "gap.json").read_text())
+    (last,) = [key for key, value in kept["model"]["vocab"].items() if value == 256]
+    kept["model"]["vocab"][last] = 70_000
+    (tmp_path / "gap.json").write_text(json.dumps(kept))
+    assert len(load_vocabulary(tmp_path / "gap.json")) == 70_001
+    assert vocabulary_size(tmp_path / "gap.json") == 70_001
+    (tmp_path / "a.txt").write_text("a text\n" * 9)
+    with pytest.raises(ValueError, match=r"has 70001 tokens, more than the 65536"):
+        prepare_text(
+            [tmp_path / "a.txt"], tmp_path / "out", None, tmp_path / "gap.json"
+        )
+
+
 def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.0"):

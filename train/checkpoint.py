@@ -1,6 +1,5 @@
 """The checkpoints of a run: `decentjax checkpoint list|verify|export RUN`."""
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,8 +158,9 @@ def _write_gpt2(path: Path, config: Config, model: Model, facts: Facts) -> None:
     with new_folder(path) as folder:
         vocabulary = Path(getattr(task, "data", "")) / "vocabulary.json"
         if isinstance(task, TextTask) and vocabulary.is_file():
-            end = load_vocabulary(vocabulary).special(SEPARATOR)
-            shutil.copyfile(vocabulary, folder / "tokenizer.json")
+            tokenizer = load_vocabulary(vocabulary)
+            end = tokenizer.special(SEPARATOR)
+            tokenizer.save(folder / "tokenizer.json")
             names = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
             kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
             write_json(folder / "tokenizer_config.json", kind | names)

@@ -12,7 +12,7 @@ import numpy as np
 
 from train.data.image_files import Labelled
 from train.data.token_files import SEPARATOR, Tokens
-from train.data.vocabulary import Bytes, Vocabulary
+from train.data.vocabulary import Bytes, Vocabulary, say_what_changes
 
 DOCUMENTS_AT_ONCE = 1000
 HELD_OUT_SPLITS = ("validation", "test")
@@ -84,6 +84,8 @@ def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> To
             # Some have None, or the byte order mark of a file.
             texts = [(text or "").removeprefix("\ufeff") for text in batch[column]]
             documents = list(filter(None, texts))
+            if len(parts) == 1:
+                say_what_changes(vocabulary, documents)
             for row in vocabulary.encode(documents):
                 parts.append(np.array([*row, between], np.int32))
         return np.concatenate(parts)

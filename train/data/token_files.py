@@ -1,6 +1,7 @@
 """Text as one sequence of tokens: nanoGPT's train.bin and val.bin."""
 
 import contextlib
+import itertools
 import json
 import sys
 import zlib
@@ -16,6 +17,7 @@ from train.data.vocabulary import (
     Vocabulary,
     in_chunks,
     load_vocabulary,
+    say_what_changes,
     train_vocabulary,
 )
 
@@ -319,6 +321,8 @@ def is_prepared(path: Path) -> bool:
 def _vocabulary(documents: Documents, size: int, tokenizer: Path | None) -> Vocabulary:
     if tokenizer is not None:
         vocabulary = load_vocabulary(tokenizer)
+        first = itertools.islice(documents("trying the tokenizer"), DOCUMENTS_AT_ONCE)
+        say_what_changes(vocabulary, (document for document, _ in first))
     else:
         # Held-out text must be new to the tokenizer too.
         read = documents("learning a vocabulary")

@@ -5,6 +5,7 @@ Needs the extra `text`, but for the names and numbers of special tokens.
 
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,22 +18,29 @@ if TYPE_CHECKING:
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
 LINES_AT_ONCE = 1000
+MOST_SHOWN = 1000  # Characters of a text that are decoded to see whether it changes.
 
 
 class Vocabulary:
-    """A tokenizer and its tokens.
+    """A tokenizer and its tokens, which are all those of a text and no others.
 
-    The names of special tokens have no meaning in a text: "<s>" there is three
-    characters, and is decoded to them.
+    What a tokenizer's file may have for other uses is switched off: a truncation to a
+    length, padding, and merges that are dropped at random. The names of special tokens
+    have no meaning in a text: "<s>" there is three characters, and is decoded to them.
     """
 
     def __init__(self, tokenizer: "Tokenizer"):
         # Against its name: text that looks like a special token is encoded as text.
         tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None):
+            tokenizer.model.dropout = None
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
-        return self._tokenizer.get_vocab_size()
+        # Not their number: some tokenizers leave ids out.
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each line, without special ones."""
@@ -51,7 +59,10 @@ class Vocabulary:
         """Returns the id of a special token; ValueError if there is none."""
         number = self._tokenizer.token_to_id(name)
         if number is None:
-            raise ValueError(f"the vocabulary has no token {name}")
+            raise ValueError(
+                f"the tokenizer has no token {name}: add it to the tokenizer's special "
+                "tokens, or give another tokenizer"
+            )
         return number
 
     def save(self, path: Path) -> None:
@@ -145,6 +156,25 @@ def load_vocabulary(path: Path) -> Vocabulary:
         raise ValueError(
             f"{path} is not the JSON file of a tokenizer ({error})"
         ) from error
+
+
+def say_what_changes(vocabulary: Vocabulary | Bytes, texts: Iterable[str]) -> None:
+    """Prints the first of some texts that is not decoded as it was, if one is not.
+
+    As with the tokenizer of a model that knows no capitals or no line ends.
+    """
+    for text in (text[:MOST_SHOWN] for text in texts):
+        (found,) = vocabulary.decode(vocabulary.encode([text]))
+        if found != text:
+            equal = (a == b for a, b in zip(text, found, strict=False))
+            same = sum(itertools.takewhile(bool, equal))
+            was, now = (x[max(0, same - 20) : same + 20] for x in (text, found))
+            print(
+                f"the tokenizer changes the text: {was!r} is decoded as {now!r}. Give "
+                "another one if the model is to learn what is lost",
+                file=sys.stderr,
+            )
+            return
 
 
 def in_chunks(items: Iterable, size: int) -> Iterable[list]:
