@@ -32,7 +32,12 @@ from decentjax.gossip import (
     replay,
 )
 from decentjax.gossip.peer_rounds import from_anchor, of_permutations
-from decentjax.gossip.quorum import Contribution, QuorumMeans, weighted_mean
+from decentjax.gossip.quorum import (
+    NUM_PARTS,
+    Contribution,
+    QuorumMeans,
+    weighted_mean,
+)
 from decentjax.links import Links, Piece, Said
 from decentjax.patience import Waits
 from decentjax.rounds import Rounds, init_rounds
@@ -85,8 +90,9 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
         Rounds(every(topology.complete(3), 3, delay=2)),
         Rounds(every(topology.damped(topology.ring(4), 0.5), 2, delay=1)),
         Rounds(in_fragments(topology.complete(3), 4, PARTS, 3), optax.sgd(0.7, 0.9)),
+        Rounds(every(topology.base_k(3, 1), 2, delay=1)),
     ],
-    ids=["one", "two", "diloco", "five", "late", "ring", "fragments"],
+    ids=["one", "two", "diloco", "five", "late", "ring", "fragments", "changing"],
 )
 @pytest.mark.parametrize("weights", ["tokens", "tokens_squared_per_step", "equal"])
 def test_with_all_contributions_the_numbers_are_those_of_the_step(
@@ -111,7 +117,7 @@ def test_with_all_contributions_the_numbers_are_those_of_the_step(
 class Net:
     """Real links of a few workers in one process, with a channel of one array."""
 
-    def __init__(self, folder, count, parts=3):
+    def __init__(self, folder, count, parts=NUM_PARTS):
         shape = Piece((1, 2), jnp.float32)
         self.links = [
             Links(party_of(folder, [i]), count, [[shape]], num_parts=parts)
@@ -217,14 +223,13 @@ def test_who_has_trained_nothing_weighs_nothing(three):
     assert mean.tolist() == [[0.0, 0.0]]
 
 
-def test_a_process_that_starts_again_counts_from_zero(three, monkeypatch):
+def test_a_process_that_starts_again_counts_from_zero(three):
     """Its numbers are lower than those merged of its last life."""
     one, other = means(three, 0, Quorum()), means(three, 1, Quorum())
     row, came = three.row(0, [0, 0]), three.row(1, [1, 0])
     for step, trained in ((0, 50), (1, 5)):
         if step == 1:
             other = means(three, 1, Quorum())
-            monkeypatch.setattr(three.links[0]._peers[1], "life", 7)
         one.count(0, 5)
         other.count(1, trained)
         one.send(0, 0, row, step)
@@ -233,6 +238,24 @@ def test_a_process_that_starts_again_counts_from_zero(three, monkeypatch):
         used, _ = one.take(0, 0, row, step, 0.0)
     weights = [taken.weight for taken in used.models]
     np.testing.assert_allclose(weights, [0.5, 0.5], rtol=1e-6)
+
+
+def test_the_last_contribution_of_who_has_ended_counts_for_its_round(three):
+    ways = [means(three, i, Quorum(discount=1.0)) for i in range(3)]
+    for step in range(4):
+        rows = [three.row(i, [0.0, 0.0]) for i in range(3)]
+        for worker, way in enumerate(ways):
+            way.count(worker, 5)
+            way.send(worker, 0, rows[worker], step)
+        arrives(three, 0, {1, 2}, step)
+        if step == 3:
+            three.links.pop().close()
+            end = time.monotonic() + LONG
+            while 2 in three.links[0].alive() and time.monotonic() < end:
+                time.sleep(0.01)
+            assert three.links[0].left == {2}
+        used, _ = ways[0].take(0, 0, rows[0], step, 0.0)
+    np.testing.assert_allclose([x.weight for x in used.models], 1 / 3, rtol=1e-6)
 
 
 def test_who_joins_begins_from_its_anchor():
@@ -696,13 +719,13 @@ def test_a_patience_in_seconds_stays():
 
 
 def test_gathering_ends_with_enough_and_a_while_or_with_all(three):
-    links = three.links[0]
+    links, none = three.links[0], (0,) * NUM_PARTS
     begin = time.monotonic()
     assert links.gather(0, {1, 2}, 0, 0, 0, 0.0) == {}
-    three.links[1].publish(1, 0, 0, three.row(1, [0, 0]), Said(0, parts=(0, 0, 0)))
+    three.links[1].publish(1, 0, 0, three.row(1, [0, 0]), Said(0, parts=none))
     came = links.gather(0, {1, 2}, 0, 0, 1, 0.05)
     assert came.keys() == {1}
-    three.links[2].publish(2, 0, 0, three.row(2, [0, 0]), Said(3, parts=(0, 0, 0)))
+    three.links[2].publish(2, 0, 0, three.row(2, [0, 0]), Said(3, parts=none))
     came = links.gather(0, {1, 2}, 0, 0, 2, LONG)
     assert came.keys() == {1, 2}
     assert time.monotonic() - begin < LONG

@@ -215,9 +215,11 @@ class _RoundPort(PeerPort):
     def forget(self, step: int) -> None:
         """Begins from the anchors of a peer, at a step."""
         self._awaited = self._schedule.count(step)
+        # Those that the peer had not merged by then were in flight.
+        first = self._schedule.count(step - max(0, self._schedule.delay - 1))
         if isinstance(way := self._way, QuorumMeans):
             for worker in self.party.workers:
-                way.forget(worker)
+                way.forget(worker, first)
 
     def due(self, step: int) -> int:
         """The step to continue with; see `PeerRounds.due`."""

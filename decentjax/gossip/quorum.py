@@ -1,10 +1,10 @@
 """Means of what workers have learned, without those that are late.
 
 A round ends once `count` workers have contributed and a patience has passed. What comes
-later counts in the next round. Without a coordinator each worker decides for itself.
+later counts in the next round of the two workers. Without a coordinator each worker
+decides for itself.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -19,6 +19,7 @@ import numpy as np
 from decentjax._collectives import sum_dtype
 from decentjax.gossip.ledger import Ledger
 from decentjax.gossip.rows import Rows, on_each_device
+from decentjax.gossip.tally import NUM_COUNTS, Edge, Tally
 from decentjax.gossip.ways import (
     Graph,
     LeftOut,
@@ -89,9 +90,11 @@ class Quorum:
         q_i = sum_c w_c x_c / sum_c w_c,    w_c = W_ij f(tokens_c, steps_c) gamma^age_c
 
     `tokens_c` is what c's worker j has trained on since its contribution before, in
-    `steps_c` steps, and W_ij its weight in the exchange. The age is the number of
-    rounds that worker i has merged since the one from which c started: 0 for one that
-    comes in time, 1 for one that missed its round.
+    `steps_c` steps; those of contributions to worker i that were lost before c, as a
+    later one has replaced them, count with it. W_ij is j's weight in the exchange. The
+    age is the number of rounds that worker i has merged since the one from which c
+    started: 0 for one that comes in time. One that missed its round is merged in the
+    next one in which the two exchange.
 
     Args:
       count: K, number of contributions, the own included, without which a round does
@@ -158,21 +161,9 @@ class Quorum:
         return values[self.weights] * self.discount**age
 
 
-class Trained(NamedTuple):
-    """What a worker has trained since its process began, as its messages say it.
-
-    Args:
-      tokens: number of tokens.
-      steps: number of steps.
-      base: number of rounds of a fragment merged before, over the whole run.
-    """
-
-    tokens: int = 0
-    steps: int = 0
-    base: int = 0
-
-
-NUM_PARTS = len(Trained._fields)  # Of a message.
+NUM_PARTS = 1 + NUM_COUNTS
+"""Of a message: the number of rounds of its fragment that the worker has merged before,
+over the whole run, and its counts."""
 
 
 class Contribution(NamedTuple):
@@ -209,24 +200,16 @@ class QuorumMeans(Way):
     ):
         super().__init__(links, topology, ledger)
         self._quorum, self._schedule = quorum, schedule
-        self._trained: dict[int, Trained] = collections.defaultdict(Trained)
-        # By worker, group and round: what its contribution says.
-        self._sent: dict[tuple[int, int, int], Said] = {}
+        self._tally = Tally()
         self._base: dict[tuple[int, int], int] = {}
-        # Of each edge: the life of the peer's process, and what was merged of it.
-        self._merged: dict[tuple[int, int, int], tuple[int, Trained]] = {}
 
     def count(self, worker: int, tokens: int) -> None:
         """Counts a step that a worker has trained."""
-        now = self._trained[worker]
-        self._trained[worker] = Trained(now.tokens + tokens, now.steps + 1)
+        self._tally.count(worker, tokens)
 
-    def forget(self, worker: int) -> None:
-        """A worker begins from a peer's anchor: what it has not sent yet is gone."""
-        own = [
-            last for (i, j, _), (_, last) in self._merged.items() if i == j == worker
-        ]
-        self._trained[worker] = max(own, default=Trained())
+    def forget(self, worker: int, first: int) -> None:
+        """A worker takes a peer's state, which has merged the rounds before `first`."""
+        self._tally.forget(worker, first)
         for key in [key for key in self._base if key[0] == worker]:
             del self._base[key]
 
@@ -236,28 +219,29 @@ class QuorumMeans(Way):
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         turn = _turn(self._schedule, step, group)
         base = self._base.setdefault((worker, group), turn)
-        said = self.said(step, *self._trained[worker]._replace(base=base))
-        self._sent[worker, group, step] = said
-        for peer, _ in receivers(self._topology[step], worker):
-            self._links.publish(worker, peer, group, own, said)
+        peers = [peer for peer, _ in receivers(self._topology[step], worker)]
+        for peer, counts in self._tally.send(worker, group, step, peers).items():
+            self._links.publish(
+                worker, peer, group, own, self.said(step, base, *counts)
+            )
 
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
     ) -> tuple[Used, Models]:
         del deadline  # `gather` has waited.
-        came = {worker: [Message(self._sent.pop((worker, group, step)), own)]}
-        for peer, _ in senders(self._topology[step], worker):
-            came[peer] = self._links.take(worker, peer, group, step)
-        base = _trained(came[worker][0].said).base
+        weight = self._quorum.weight(*self._tally.take_own(worker, group), age=0)
         found, left_out = self._trusted(
             [
-                self._contribution((worker, peer, group), message, base)
-                for peer, messages in came.items()
-                for message in messages
+                Contribution(worker, Said(step), weight, 0, own),
+                *(
+                    self._contribution((worker, peer, group), message)
+                    for peer, _ in senders(self._topology[step], worker)
+                    for message in self._links.take(worker, peer, group, step)
+                ),
             ]
         )
         self._base[worker, group] = _turn(self._schedule, step, group) + 1
-        for one in found:
+        for one in found[1:]:
             self.heard(one.said)
         weights = self._weights(worker, step, found)
         taken = [
@@ -272,21 +256,14 @@ class QuorumMeans(Way):
         del topology
         return weighted_mean(used, models, self._quorum.trimmed)
 
-    def _contribution(
-        self, edge: tuple[int, int, int], message: Message, base: int
-    ) -> Contribution:
+    def _contribution(self, edge: Edge, message: Message) -> Contribution:
         """What a message is worth, with what was merged of its worker before."""
-        worker, peer, _ = edge
-        life = 0 if peer == worker else self._links.life_of(peer)
-        trained = _trained(message.said)
-        before_life, before = self._merged.get(edge, (life, Trained()))
-        if before_life != life:
-            before = Trained()  # A process that starts again counts from zero.
-        self._merged[edge] = life, trained
-        age = max(0, base - trained.base)
-        steps, tokens = trained.steps - before.steps, trained.tokens - before.tokens
+        (worker, peer, group), said = edge, message.said
+        base, *counts = said.parts[:NUM_PARTS]
+        age = max(0, self._base[worker, group] - base)
+        tokens, steps = self._tally.merge(edge, said.step, counts)
         weight = self._quorum.weight(tokens, steps, age)
-        return Contribution(peer, message.said, weight, age, message.arrays)
+        return Contribution(peer, said, weight, age, message.arrays)
 
     def _trusted(
         self, found: list[Contribution]
@@ -371,10 +348,6 @@ def _trimmed(first: Rows, rows: list[Rows], weights: Any, trimmed: int) -> Rows:
     return [of_leaf(*leaves) for leaves in zip(first, *rows, strict=True)]
 
 
-def _trained(said: Said) -> Trained:
-    return Trained(*said.parts[:NUM_PARTS])
-
-
 def _distance(own: Rows, other: Rows) -> float:
     squares = sum(float(x) ** 2 for x in distances(own, other))
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
@@ -383,6 +356,8 @@ def _distance(own: Rows, other: Rows) -> float:
 def _turn(schedule: Schedule, number: int, group: int) -> int:
     """How many rounds of a fragment begin before the round of a number."""
     fragments = schedule.fragments
+    if len(fragments) == 1:  # Which may travel in groups of leaves.
+        return number
     order = [fragments.index(one.leaves) for one in schedule.rounds if one.exchange]
     periods, rest = divmod(number, len(order))
     return periods * order.count(group) + order[:rest].count(group)

@@ -286,7 +286,7 @@ class _Weigh:
         self._graph = of_permutations(self.schedule.name, self.schedule.exchanges)
         links: Any = self
         self.way = QuorumMeans(links, self._graph, quorum, self.schedule)
-        self._said: dict[tuple[int, int, int], Said] = {}
+        self._said: dict[tuple[int, int, int, int], Said] = {}
         self._coming: dict[int, list[Message]] = {}
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
@@ -298,7 +298,7 @@ class _Weigh:
         at, own = self.schedule.count, models[used.worker, used.step]
         self._coming = collections.defaultdict(list)
         for one in used.models:
-            said = self._said[one.peer, group, at(one.step)]
+            said = self._said.pop((one.peer, used.worker, group, at(one.step)))
             message = Message(said, models[one.peer, one.step])
             self._coming[one.peer].append(message)
         round_ = used.worker, group, own, at(used.step)
@@ -307,18 +307,14 @@ class _Weigh:
     def publish(
         self, worker: int, peer: int, group: int, own: Rows, said: Said
     ) -> None:
-        """Keeps what a message says, which is the same for all peers."""
-        del peer, own
-        self._said[worker, group, said.step] = said
+        """Keeps what a message says."""
+        del own
+        self._said[worker, peer, group, said.step] = said
 
     def take(self, worker: int, peer: int, group: int, step: int) -> list[Message]:
         """The messages of a peer that the round merges."""
         del worker, group, step
         return self._coming[peer]
-
-    def life_of(self, peer: int) -> int:
-        """That of the only process of a worker."""
-        return 1 + peer
 
 
 class _Recorded:

@@ -131,7 +131,8 @@ class Links:
             for worker, devices in self._slices.items()
             for number, channel in enumerate(self._channels)
         }
-        text = repr((num_workers, self._channels, party.digest, digest, HEADER, PART))
+        fields = self._header.descr
+        text = repr((num_workers, self._channels, party.digest, digest, fields))
         self._secret = party.secret or b""
         tls = contexts(self._secret) if party.encrypted else None
         self._handshakes = Handshakes(

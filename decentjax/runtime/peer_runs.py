@@ -122,8 +122,9 @@ def peer_rounds(
 
     A worker merges the contributions that have arrived once it has K of them, its own
     included, and has then waited for its patience, or has all. One that comes later is
-    merged in the next round. A worker goes on at the next step of the schedule in which
-    a round begins or ends, if K - 1 of its peers have sent the next round by then.
+    merged in the next round of the two. A worker goes on at the next step of the
+    schedule in which a round begins or ends, if K - 1 of its peers have sent the next
+    round by then.
 
     Args:
       cluster: nodes, workers and links.
