@@ -185,7 +185,8 @@ def sum_dtype(x: jax.Array) -> np.dtype:
     """The dtype of sums: the dtype of x, but at least float32."""
     if x.dtype.itemsize == 1:  # jax does not promote 8-bit floats.
         return jnp.dtype(jnp.float32)
-    return jnp.promote_types(x.dtype, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # Others may have set "strict".
+        return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def divided(total: jax.Array, number: int) -> jax.Array:

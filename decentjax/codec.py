@@ -223,7 +223,12 @@ def exact() -> Codec:
       >>> [codec.num_bytes(one, (1000,)) for one in (codec.exact(), codec.int8())]
       [4000, 1016]
     """
-    return Codec("exact", lambda x, key: (x,), lambda message, shape: message[0], 1.0)
+
+    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+        del shape
+        return message[0].astype(sum_dtype(message[0]))  # They are added as decoded.
+
+    return Codec("exact", lambda x, key: (x,), decode, 1.0)
 
 
 def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
@@ -616,7 +621,7 @@ def _hashed(x: jax.Array) -> jax.Array:
 
 def _scaled(levels: jax.Array, scales: jax.Array, block: int) -> jax.Array:
     padded = jnp.pad(levels, (0, -levels.size % block)).reshape(-1, block)
-    return (padded * scales[:, None]).ravel()[: levels.size]
+    return (padded.astype(scales.dtype) * scales[:, None]).ravel()[: levels.size]
 
 
 def _check_block(block: int) -> None:

@@ -192,17 +192,18 @@ def quasi_global_momentum(
         # A rate of 0, before the first step or in a warm-up, moves nothing.
         last = state.rate
         scale = jnp.where(last > 0, (1 - momentum) / jnp.where(last > 0, last, 1), 0)
-        moved = jax.tree.map(
-            lambda m, old, x: momentum * m + (scale * (old - x)).astype(m.dtype),
-            state.momentum,
-            state.before,
-            params,
-        )
+
+        def followed(m: jax.Array, old: jax.Array, x: jax.Array) -> jax.Array:
+            dtype = sum_dtype(x)
+            change = scale.astype(dtype) * (old - x).astype(dtype)
+            return momentum * m + change.astype(m.dtype)
+
+        moved = jax.tree.map(followed, state.momentum, state.before, params)
         ahead = jax.tree.map(lambda m, g: momentum * m + g, moved, updates)
         if nesterov:
             ahead = jax.tree.map(lambda m, g: g + momentum * m, ahead, updates)
         now = rate(state.count)
-        updates = jax.tree.map(lambda x: -now * x, ahead)
+        updates = jax.tree.map(lambda x: -now * x.astype(sum_dtype(x)), ahead)
         rates = jnp.asarray(now, state.rate.dtype)
         return updates, QuasiGlobalState(state.count + 1, moved, params, rates)
 

@@ -53,8 +53,7 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
     """
 
     wide = [
-        x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        for x in jax.tree.leaves(params)
+        x.astype(np.promote_types(x.dtype, np.float32)) for x in jax.tree.leaves(params)
     ]
     pairs = zip(wide, global_mean(wide, axis_name), strict=True)
     of_leaves = jnp.stack([sums_of_squares([x - mean]) for x, mean in pairs])

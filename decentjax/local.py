@@ -260,7 +260,7 @@ def gradient(
         add_micro_batch, (model_state, zeros), parts
     )
     if weights is None:
-        count, mean = num_micro_batches, lambda x: x.mean(0)
+        count, mean = num_micro_batches, lambda x: x.astype(sum_dtype(x)).mean(0)
     else:  # If all weights are zero, the sums are zero too.
         count = jnp.where(weights.any(), weights.sum(), 1)
         mean = lambda x: x.sum(0) / count  # noqa: E731

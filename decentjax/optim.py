@@ -36,7 +36,7 @@ from decentjax.rounds import (
     turn_of,
 )
 from decentjax.schedule import Schedule
-from decentjax.state import DecentralizeState, WorkerState, check_optimizer
+from decentjax.state import DecentralizeState, WorkerState, check_optimizer, strong
 from decentjax.step import atc_step, awc_step
 
 
@@ -124,7 +124,7 @@ def scale_by_accum_adam(
         del params
         if is_fixed != (state.window == ()):
             raise TypeError(
-                "accum_steps must be an int, or an array, in init and update alike, got "
+                "accum_steps must be an int, or an array, in init and update, got "
                 f"{type(accum_steps).__name__} and the state of the other"
             )
         updates = jax.tree.map(jnp.asarray, updates)
@@ -410,7 +410,7 @@ def _in_order(
         count = jnp.zeros([], jnp.int32)
         # A mask may leave nothing to average.
         extra = init_extra(params) if jax.tree.leaves(params) else ()
-        inner_state = own_keys(inner.init(params), axis_name)
+        inner_state = jax.tree.map(strong, own_keys(inner.init(params), axis_name))
         check_averages_nothing(inner_state, "the decentralize around it")
         return DecentralizeState(count, inner_state, extra)
 

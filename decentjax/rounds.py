@@ -262,7 +262,7 @@ def _init_carried(rounds: Rounds, params: Any) -> RoundState:
     def wide(part: Leaves) -> Leaves:  # Copies, since a step donates each buffer once.
         return {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in part.items()}
 
-    sent = {n: jnp.array(x, copy=True) for n, x in leaves.items()} if is_late else {}
+    sent = {n: jnp.array(x, x.dtype) for n, x in leaves.items()} if is_late else {}
     coded = None
     if rounds.compression is not None:
         coded = init_coded(rounds.compression, leaves, is_late)

@@ -25,7 +25,7 @@ from decentjax.placement import (
     rows_sharding,
 )
 from decentjax.schedule import Event, Schedule
-from decentjax.state import WorkerState
+from decentjax.state import WorkerState, strong
 from decentjax.step import Step, all_reduce_step
 
 
@@ -253,7 +253,8 @@ def _in_turn(
 ) -> TrainStep:
     def jit(taken: Exchange | Event) -> Any:
         def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
-            return step(state, batch, taken)
+            new, metrics = step(state, batch, taken)
+            return jax.tree.map(strong, new), metrics
 
         options = dict(compiler_options or {})
         compiled = functools.partial(

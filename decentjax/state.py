@@ -87,7 +87,7 @@ def init_state(
     model_state = own_rows(model_state, numbers)
     opt_state = jax.vmap(init_optimizer)(params, numbers)
     # Some optimizers keep the params themselves, but a buffer is donated only once.
-    opt_state = jax.tree.map(lambda x: x.copy(), opt_state)
+    opt_state = jax.tree.map(lambda x: strong(x.copy()), opt_state)
     return WorkerState(params, opt_state, model_state, keys, extra)
 
 
@@ -128,7 +128,13 @@ def keys_in(tree: Any) -> Any:
 
 
 def _rows(x: Any, count: int) -> jax.Array:
-    return jnp.repeat(jnp.asarray(x)[None], count, axis=0)
+    return jnp.repeat(strong(x)[None], count, axis=0)
+
+
+def strong(x: Any) -> jax.Array:
+    """The array, never of a weak type: a step would compile anew for its own result."""
+    x = jnp.asarray(x)
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x  # Keys have none.
 
 
 def check_optimizer(optimizer: Any) -> None:

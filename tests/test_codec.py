@@ -519,3 +519,31 @@ def test_no_piece_is_longer_than_asked():
     lowered = jax.jit(over_workers(mixed, worker_mesh(4))).lower(leaves)
     found = hlo.collectives(lowered.compile().as_text(), 4)
     assert max(c.num_bytes for c in found) == 64
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("count", [2, 7, 300])
+def test_decoded_messages_are_added_in_float32(dtype, count):
+    """300 times 1 is 256 in bfloat16."""
+    x = jnp.asarray(np.linspace(0.5, 1.5, count), dtype)[:, None]
+
+    def worker(x):
+        coded = {0: (x, (x,))}
+        graph = topology.complete(count)[0]
+        how = {"codec": codec.exact(), "axis_name": AXIS}
+        whole = codec.mean_encoded(coded, graph, **how)[0]
+        return whole, x + codec.mix_encoded(coded, graph, **how)[0]
+
+    wanted = np.asarray(x, np.float64).mean()
+    for found in jax.vmap(worker, axis_name=AXIS)(x):
+        np.testing.assert_allclose(found, np.full((count, 1), wanted), rtol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@EACH
+def test_every_codec_works_where_jax_promotes_nothing_by_itself(one, wide):
+    x = jnp.linspace(-1, 1, 33, dtype=jnp.float32 if wide else jnp.bfloat16)
+    wanted = one.decode(one.encode(x, jax.random.key(0)), x.shape)
+    with jax.numpy_dtype_promotion("strict"):
+        found = one.decode(one.encode(x, jax.random.key(0)), x.shape)
+    np.testing.assert_array_equal(found, wanted)

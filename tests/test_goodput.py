@@ -115,7 +115,9 @@ def test_a_round_waits_for_all_that_are_there_and_for_no_other(back, count, pati
         for t in itertools.count(reached)
         if t == reached + patience or not ((begins < t) & (begins + needs > t)).any()
     )
-    steps = sum(min(20, 20 * max(0, end - b) // n) for b, n in zip(begins, needs))
+    steps = sum(
+        min(20, 20 * max(0, end - b) // n) for b, n in zip(begins, needs, strict=True)
+    )
     assert found == pytest.approx(steps / (3 * end))
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,13 @@ from train.run import sinks
 from train.run.build import build_state
 from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
 from train.run.loop import train
+from train.run.observe import local_mean
 from train.run.optimizers import build_optimizer
 from train.run.resume import Resume, saved_config
+from train.run.scores import ratios
 from train.run.sinks import named_sinks
 from train.store.log import read_metrics
+from train.study.seeds import _Log
 from train.targets import peak_flops
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -598,3 +602,25 @@ def test_each_process_of_a_job_has_a_trace_of_its_own(tmp_path):
     per_step = [row["examples_per_second"] / row["steps_per_second"] for row in rows]
     # Of both processes; means of ratios, as their clocks differ a little.
     np.testing.assert_allclose(per_step, 4 * 2, rtol=0.3)
+
+
+NARROW = [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, bool]
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("count", [1, 3, 300, 1024])
+def test_a_mean_of_narrow_numbers_is_that_of_the_numbers(count, dtype):
+    """In bfloat16 1 + 256 is 256, and in uint8 0: sums are wider."""
+    metric = jax.device_put(jnp.linspace(0.5, 99.9, count).astype(dtype))
+    values = np.asarray(metric).astype(np.float64)
+    assert local_mean(metric) == (pytest.approx(values.mean(), rel=1e-6), count)
+    log = _Log(SimpleNamespace(step=StepConfig()), None)
+    steps = [metric[None]] * 9  # Of one seed.
+    np.testing.assert_allclose(log.mean_loss(steps), [values.mean()], rtol=1e-6)
+    # Three hits of four in each batch; hits and examples are as narrow.
+    hits = np.resize([1, 1, 1, 0], 4 * count)
+    batches = [
+        jax.device_get({"top_1": (jnp.asarray(x, dtype), jnp.asarray(1, dtype))})
+        for x in hits
+    ]
+    assert ratios(batches)["top_1"] == 0.75

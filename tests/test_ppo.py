@@ -144,3 +144,16 @@ def test_of_nothing_played_the_gradient_is_zero(case):
 def test_impossible_options_get_a_sentence(options, words):
     with pytest.raises(ValueError, match=words):
         PPOConfig(**options)
+
+
+def test_the_loss_of_a_narrow_policy_is_that_of_its_numbers(case):
+    """Sums are in float32, also of logits and values in bfloat16."""
+    steps, logits, values, _ = case
+    narrow = [x.astype(jnp.bfloat16) for x in (logits, values)]
+    wide = [x.astype(jnp.float32) for x in narrow]
+    found = advantages(steps, OPTIONS)
+    got = ppo_loss(*narrow, steps, found, OPTIONS)
+    wanted = ppo_loss(*wide, steps, found, OPTIONS)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_array_equal(x, y)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
+    WorkerState,
     adapt,
     all_reduce_step,
     atc_step,
@@ -26,6 +27,7 @@ from decentjax import (
     decentralize,
     gossip,
     init_state,
+    local_update,
     local_workers,
     mean_model,
     mix,
@@ -1239,3 +1241,69 @@ def test_an_optimizer_gets_the_loss_if_it_takes_one():
 def _first_models(n):
     """The models before the first step, [N, 3, 4]."""
     return np.stack([_problem(n).start["x"]] * n)
+
+
+@EACH_STEP
+@pytest.mark.parametrize("graph", ["ring", "means"])
+def test_narrow_models_are_averaged_where_jax_promotes_nothing_by_itself(step, graph):
+    params = {"x": jnp.ones((3, 4)), "h": jnp.ones(3, jnp.bfloat16)}
+    topology, optimizer = GRAPHS[graph], optax.sgd(0.1)
+    bound = _bind(step, optimizer)
+    count = topology.num_workers
+    state = init_state(params, optimizer, jax.random.key(0), count)
+    with jax.numpy_dtype_promotion("strict"):
+        simulate(bound, topology).lower(state, jnp.zeros((count, 1, 3, 4)), 0)
+
+
+def _with_weak_types(params, model_state, batch, key):
+    del model_state, key
+    return (params["w"] + params["v"].sum() - batch.mean()) ** 2, (
+        1.0 * 2,
+        {"one": 1.0},
+    )
+
+
+@pytest.mark.parametrize("how", ["simulated", "mesh", "background", "all_reduce"])
+def test_a_state_of_weak_types_compiles_once(how):
+    """What a step returns has the types of what it was given."""
+    params = {"w": jnp.asarray(1.0), "v": jnp.zeros(3)}
+    optimizer = optax.inject_hyperparams(optax.sgd)(0.1, momentum=0.9)
+    local, mesh, graph = (
+        local_update(_with_weak_types, optimizer),
+        worker_mesh(3),
+        topology.ring(3),
+    )
+    state = init_state(params, optimizer, jax.random.key(0), 3, jnp.asarray(1.0))
+    make = {
+        "simulated": lambda: simulate(functools.partial(awc_step, adapt=local), graph),
+        "mesh": lambda: on_mesh(functools.partial(awc_step, adapt=local), graph, mesh),
+        "background": lambda: gossip.Background(local, graph, mesh),
+        "all_reduce": lambda: gossip.AllReduce(local, mesh),
+    }[how]
+    train_step, batch = make(), jnp.zeros((3, 2))
+    if how != "simulated":
+        state, batch = place(state, mesh), place(batch, mesh)
+    kinds = [str(jax.tree.map(jax.typeof, state))]
+    for step in range(2):
+        state, _ = train_step(state, batch, step)
+        kinds.append(str(jax.tree.map(jax.typeof, state)))
+        assert not any(getattr(x, "weak_type", 0) for x in jax.tree.leaves(state))
+    if hasattr(train_step, "settle"):
+        train_step.settle()
+    assert kinds[1] == kinds[2]
+
+
+def test_metrics_of_micro_batches_are_added_in_float32():
+    def loss_fn(params, model_state, batch, key):
+        del key
+        narrow = batch.mean().astype(jnp.bfloat16)
+        metrics = {"narrow": narrow, "hit": batch.mean() > 0.5, "count": jnp.uint8(200)}
+        return (params * 0 + narrow).sum(), (model_state, metrics)
+
+    values = np.linspace(5, 6, 64, dtype=np.float32)
+    state = WorkerState(jnp.zeros(()), (), (), jax.random.key(0))
+    found = gradient(state, jnp.asarray(values), loss_fn=loss_fn, num_micro_batches=64)
+    narrow = np.asarray(jnp.asarray(values, jnp.bfloat16), np.float64)
+    np.testing.assert_allclose(found.loss, narrow.mean(), rtol=1e-6)
+    np.testing.assert_allclose(found.metrics["narrow"], narrow.mean(), rtol=1e-6)
+    assert (found.metrics["hit"], found.metrics["count"]) == (1, 200)

@@ -21,7 +21,7 @@ from decentjax.placement import (
     over_workers,
 )
 from decentjax.running import check_not_donated
-from decentjax.state import WorkerState
+from decentjax.state import WorkerState, strong
 
 
 class AllReduce(Closing):
@@ -63,7 +63,9 @@ class AllReduce(Closing):
             state = WorkerState(params, *others)
             state = state._replace(opt_state=common_keys(state.opt_state, axis))
             grads, loss = means
-            return halves.descend(found._replace(grads=grads, loss=loss), state, params)
+            found = found._replace(grads=grads, loss=loss)
+            new, metrics = halves.descend(found, state, params)
+            return jax.tree.map(strong, new), metrics
 
         self._record = record or ignore
         # The state is donated only to the update, which needs it after the mean; the

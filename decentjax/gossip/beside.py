@@ -37,7 +37,7 @@ from decentjax.rounds import (
 )
 from decentjax.running import check_not_donated
 from decentjax.schedule import Fragment, Round
-from decentjax.state import WorkerState
+from decentjax.state import WorkerState, strong
 
 Arrival = Callable[[], Leaves]
 """Waits for averaged leaves, and returns them stacked, by number."""
@@ -106,14 +106,18 @@ class Beside(Closing):
         port: Port,
         record: Record | None = None,
     ):
-        self._adapt, self._rounds, self._mesh = adapt, rounds, mesh
+        def local(*given: Any) -> tuple[WorkerState, Metrics]:
+            new, metrics = adapt(*given)
+            return jax.tree.map(strong, new), metrics
+
+        self._adapt, self._rounds, self._mesh = local, rounds, mesh
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1
         self._arriving: collections.deque[Arrival] = collections.deque()
         self._sent: list[jax.Array] = []
         self._extra: Any = None
         self._plans: dict[Any, Plan] = {}
-        self._whole = _compiled(adapt, mesh)
+        self._whole = _compiled(local, mesh)
         self._is_of_models = _is_of_models(rounds)
         self._begins, self._ends = _programs(rounds, mesh)
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from decentjax._collectives import sum_dtype
 from decentjax._joining import join, short_places, split
 from decentjax.gossip.rows import Rows, on_each_device
 from decentjax.gossip.ways import Taken, Used
@@ -376,4 +376,4 @@ def _mean_with(own: Rows, sums: list[jax.Array], count: int) -> Rows:
 
 
 def _widened(rows: Rows) -> Rows:
-    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in rows]
+    return [x.astype(sum_dtype(x)) for x in rows]

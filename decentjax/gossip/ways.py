@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
+from decentjax._collectives import sum_dtype
 from decentjax._norms import norm_of, sums_of_squares
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
 from decentjax.gossip.ledger import Ledger
@@ -326,7 +326,8 @@ def _average(topology: Graph, used: Used, models: Models) -> Rows:
 def distances(models: Rows, others: Rows) -> list[jax.Array]:
     """The distance of two workers' leaves, of the pieces on each device."""
     pairs = zip(models, others, strict=True)
-    return [norm_of(sums_of_squares([x.astype(jnp.float32) - y for x, y in pairs]))]
+    apart = [x.astype(sum_dtype(x)) - y.astype(sum_dtype(y)) for x, y in pairs]
+    return [norm_of(sums_of_squares(apart))]
 
 
 @on_each_device

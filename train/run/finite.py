@@ -49,7 +49,8 @@ def watch_gradients() -> optax.GradientTransformation:
         step = jnp.where(is_first, count, state.step)
         leaf = jnp.where(is_first, jnp.argmax(wrong).astype(jnp.int32), state.leaf)
         last = jnp.where(is_wrong, count, state.last)
-        return updates, WatchState(count, step, leaf, last, state.total + is_wrong)
+        total = state.total + is_wrong.astype(jnp.int32)
+        return updates, WatchState(count, step, leaf, last, total)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

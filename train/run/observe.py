@@ -209,6 +209,8 @@ def local_mean(x: jax.Array) -> tuple[float, int]:
     # All devices of a worker have its number.
     own = {str(shard.index): shard.data for shard in x.addressable_shards}
     rows = np.concatenate(list(map(np.ravel, own.values())))
+    # NumPy would sum bfloat16 in bfloat16, where 1 + 256 is 256.
+    rows = rows.astype(np.promote_types(rows.dtype, np.float32))
     finite = rows[np.isfinite(rows)]
     return float(np.mean(finite)) if finite.size else math.nan, finite.size
 

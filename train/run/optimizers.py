@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decentjax import (
@@ -160,7 +161,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         del params
         updates = jax.tree.map(jnp.asarray, updates)
         wide = jax.tree.map(
-            lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), updates
+            lambda x: x.astype(np.promote_types(x.dtype, np.float32)), updates
         )
         plain = optax.tree.norm(wide)
         # Of numbers within 2^80 of the largest, a power of two changes no digit.

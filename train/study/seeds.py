@@ -192,6 +192,7 @@ class _Log:
     def mean_loss(self, rows: list[jax.Array]) -> np.ndarray:
         """The mean over steps and workers of each seed, which may be infinite."""
         found = np.array(programs.fetch(rows))
+        found = found.astype(np.promote_types(found.dtype, np.float32))
         if self._drops:
             return finite_mean(found, (0, 2))
         with np.errstate(over="ignore", invalid="ignore"):

@@ -98,7 +98,9 @@ def scores(logits: jax.Array, labels: jax.Array) -> Totals:
     counted = labels >= 0
     # Any class will do for the rows that are not counted; -1 would be no index.
     labels = jnp.maximum(labels, 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    )
     _, best = jax.lax.top_k(logits, min(5, logits.shape[1]))
     hits = best == labels[:, None]
     total = functools.partial(jnp.sum, where=counted)

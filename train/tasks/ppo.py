@@ -88,6 +88,9 @@ def advantages(steps: Transitions, config: PPOConfig) -> jax.Array:
         advantage = jnp.where(step.played, advantage, 0)
         return (value, advantage), advantage
 
+    steps = steps._replace(
+        value=steps.value.astype(jnp.float32), reward=steps.reward.astype(jnp.float32)
+    )
     zeros = jnp.zeros_like(steps.value[0])
     _, found = lax.scan(back, (zeros, zeros), steps, reverse=True)
     return found
@@ -114,10 +117,13 @@ def ppo_loss(
       advantage: the result of `advantages`, [T, B].
       config: clip, and the weights c and e.
     """
-    count = jnp.maximum(steps.played.sum(), 1)
+    logits, values, advantage = (
+        x.astype(jnp.float32) for x in (logits, values, advantage)
+    )
+    count = jnp.maximum(steps.played.sum(), 1).astype(jnp.float32)
 
     def mean(x: jax.Array) -> jax.Array:
-        return jnp.sum(x, where=steps.played) / count
+        return jnp.sum(x, where=steps.played, dtype=jnp.float32) / count
 
     log_probs = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(log_probs, steps.action[..., None], axis=-1)[..., 0]
