@@ -34,13 +34,24 @@ class Numbers(int):
     def decode(self, rows):
         return ["".join(f" {token}" for token in row) for row in rows]
 
+    def special(self, name):
+        raise ValueError(f"no {name}")
 
-def task(known=9, length=40, config=CONFIG):
+
+class Ending(Numbers):
+    """Token 8 is the end of a document."""
+
+    def special(self, name):
+        assert name == "<|endoftext|>"
+        return 8
+
+
+def task(known=9, length=40, config=CONFIG, kind=Numbers):
     return language_task(
         config,
         dtype=np.uint8,
         score="loss",
-        vocabulary=lambda: Numbers(known),
+        vocabulary=lambda: kind(known),
         prompt="",
         length=length,
         steps=None,
@@ -110,6 +121,21 @@ def test_a_seed_repeats_a_text_and_its_beginning(gpt_and_params):
     )
     assert first == same != other
     assert first[:8] == shorter
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5])
+def test_a_text_ends_where_the_model_ends_it(seed, gpt_and_params):
+    _, params = gpt_and_params
+    sampling = Sampling(seed=seed, temperature=5.0)
+    whole = generated(params, " 3 8 1", sampling)  # Of the prompt none is an end.
+    place = [*whole, 8].index(8, 3)
+    assert generated(params, " 3 8 1", sampling, kind=Ending) == whole[:place]
+    # Each text of several ends by itself.
+    several = task(kind=Ending).generate(params, (), [" 3 8 1", " 2"], sampling)
+    texts = ["".join(pieces).split() for pieces in several]
+    assert texts[0] == list(map(str, whole[:place]))
+    assert texts[1][0] == "2"
+    assert "8" not in texts[1]
 
 
 def test_a_text_comes_token_by_token(gpt_and_params):

@@ -1,5 +1,6 @@
 """Next-token prediction by a GPT: the part that the tasks on text share."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ import optax
 from flax import nnx
 
 from train.data.batches import worker_steps
-from train.data.token_files import Tokens, Windows
+from train.data.token_files import SEPARATOR, Tokens, Windows
 from train.data.vocabulary import Bytes, Vocabulary
 from train.fields import checked
 from train.models.gpt import GPT, Cache, GPTConfig, start_cache
@@ -40,7 +41,7 @@ class TextOptions:
       num_eval_windows: number of held-out windows of an evaluation, evenly spread.
       eval_rows: held-out windows per batch.
       sample_prompt: beginning of the sample.
-      sample_tokens: length of what is generated after a prompt, in tokens.
+      sample_tokens: greatest length of what is generated after a prompt, in tokens.
     """
 
     model: GPTConfig
@@ -112,7 +113,7 @@ def language_task(
       score: name of the loss among the scores.
       vocabulary: returns the tokens of the text; FileNotFoundError if it is missing.
       prompt: beginning of the sample.
-      length: number of tokens that are generated after a prompt by default.
+      length: greatest number of tokens that are generated after a prompt by default.
       unit: maps nats to the unit of the score.
       parts: steps, validation, baselines and num_examples of the `Task`.
     """
@@ -136,13 +137,16 @@ def language_task(
         text = vocabulary()
         count = length if sampling.tokens is None else sampling.tokens
         keys = jax.random.split(jax.random.key(sampling.seed), count)
+        end = None
+        with contextlib.suppress(ValueError):  # Some tokenizers have none.
+            end = text.special(SEPARATOR)
         # Not more ids than the text has: a model's vocabulary may be padded to a number
         # that suits the hardware, 50,257 to 50,304.
         chosen = functools.partial(choose, known=len(text), sampling=sampling)
         read = functools.partial(extend, params)
         for row in text.encode(lines):
             cache = start_cache(config, num_rows=1)
-            texts = continued(read, chosen, cache, config.context, row, keys)
+            texts = continued(read, chosen, cache, config.context, row, keys, end)
             yield spelled(text.decode, texts)
 
     def sample(params: Any, model_state: Any) -> str:

@@ -15,8 +15,8 @@ class Sampling:
     """How the tokens of a text are chosen.
 
     Args:
-      tokens: number of tokens that are generated after each text; by default as in the
-        config of the run.
+      tokens: greatest number of tokens that are generated after each text, which ends
+        earlier if the model ends it; by default as in the config of the run.
       temperature: divisor of the logits; 0 takes the likeliest token.
       top_k: number of the likeliest tokens that each is drawn from; by default all.
       seed: seed of the draws, the same for each text.
@@ -70,10 +70,12 @@ def continued(
     context: int,
     tokens: Sequence[int],
     keys: jax.Array,
+    end: int | None,
 ) -> Iterator[list[int]]:
     """Yields the tokens of a text, and again after each token that is added.
 
-    A text that is longer than the context is continued from its last tokens.
+    A text that is longer than the context is continued from its last tokens. It ends
+    where the model ends it: the next token would be of another document.
 
     Args:
       extend: maps tokens [T], the position of the first, the index of the last and a
@@ -83,6 +85,7 @@ def continued(
       context: length of the longest sequence, in tokens.
       tokens: the text.
       keys: a key for each token that is added.
+      end: token between two documents, which is not added; None if there is none.
     """
     text = list(tokens)
     yield text
@@ -95,7 +98,10 @@ def continued(
             tail = text[-context:]
             read, position, last = tail + [0] * (context - len(tail)), 0, len(tail) - 1
         logits, cache = extend(np.array(read, np.int32), position, last, cache)
-        text.append(int(choose(logits, key)))
+        token = int(choose(logits, key))
+        if token == end:
+            return
+        text.append(token)
         yield text
 
 
