@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from train.config import (
     StepConfig,
     TopologyConfig,
 )
+from train.data.batches import say_once
 from train.data.digit_images import read_digits
 from train.data.number_words import read_numbers
 from train.data.pairs import make_corpus, ragged
@@ -336,6 +338,49 @@ def test_quality_is_sacrebleus_and_the_share_of_exact_lines():
     assert got["bleu"] == sacrebleu.corpus_bleu(made, [wanted]).score
     assert got["chrf"] == sacrebleu.corpus_chrf(made, [wanted]).score
     assert got["exact_match"] == pytest.approx(1 / 3)
+
+
+# A sentence with a number, its change, and sacrebleu's tokenizer for its script.
+SCRIPTS = {
+    "zh": ("今天我们第{}次去北京的大学图书馆看书学习。", "看书", "读书", "zh"),
+    "zh with Latin": ("我们用PyTorch第{}次训练了一个新的模型。", "新的", "大的", "zh"),
+    "ja": ("今日は{}回目に東京の図書館で本を読みました。", "本を", "紙を", "char"),
+    "ko": ("오늘 우리는 {}번째로 도서관에서 책을 읽었습니다.", "책을", "글을", "char"),
+    "th": ("วันนี้เราไปห้องสมุดครั้งที่ {} เพื่ออ่านหนังสือ", "วันนี้", "วันนั้", "char"),
+    "ru": ("Сегодня мы в {} раз идём читать книги в зал.", "книги", "слова", "13a"),
+    "en": ("Today we go for the {} time to the library in 北京.", "go", "come", "13a"),
+    "digits": ("1 2 3 {} 5 6 7 8 9", "8", "9", "13a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_words_are_those_of_the_script_and_the_score_says_so(case, caplog, monkeypatch):
+    sentence, old, new, tokenizer = SCRIPTS[case]
+    wanted = [sentence.format(i) for i in range(10)]
+    made = [line.replace(old, new) for line in wanted]
+    seen = []
+    take = lambda *lines: seen.append(lines) or {}  # noqa: E731
+    monkeypatch.setattr("train.tasks.translation.meteor", take)
+    say_once.cache_clear()
+    got = quality(made, wanted)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"|tok:{tokenizer}|" in said.partition(", chrf nrefs:1|")[0]
+    assert quality(wanted, wanted)["bleu"] == pytest.approx(100)
+    if tokenizer == "13a":
+        assert seen[0] == (made, wanted)
+        assert got["bleu"] == sacrebleu.corpus_bleu(made, [wanted]).score
+        return
+
+    def apart(line):  # Each letter of the script a word; of Latin ones in Chinese none.
+        return re.findall(r"[A-Za-z]+|\S" if tokenizer == "zh" else r"\S", line)
+
+    spaced = [[" ".join(apart(line)) for line in side] for side in (made, wanted)]
+    score = sacrebleu.corpus_bleu(spaced[0], [spaced[1]], tokenize="none").score
+    assert got["bleu"] == pytest.approx(score)
+    assert score > 60
+    assert [list(map(str.split, side)) for side in seen[0]] == [
+        [line.split() for line in side] for side in spaced
+    ]
 
 
 def test_a_line_that_is_too_long_to_translate_is_refused():

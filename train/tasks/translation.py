@@ -1,8 +1,10 @@
 """Translation by a Transformer: the part that the translation tasks share."""
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from train.data.batches import say_once
 from train.data.by_length import length_steps, length_validation
 from train.data.pairs import SPLITS, Corpus
 from train.data.vocabulary import END, START
@@ -25,6 +28,9 @@ from train.tasks.task import Amount, Headline, Task, Totals
 # Sources are padded to a multiple of this, so that few shapes are compiled.
 LENGTH_STEP = 16
 NUM_SAMPLES = 4
+WITHOUT_SPACES = (
+    *("HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"),
+)
 TYPICAL_LENGTH = 32  # About the mean of WMT14's sentences, in tokens.
 
 
@@ -132,17 +138,47 @@ def translation(read: Callable[[], Corpus], options: TranslationOptions) -> Task
 def quality(translations: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Returns BLEU and chrF by sacrebleu, METEOR where it is available.
 
-    Also the share of the translations that equal their references.
+    Also the share of the translations that equal their references. BLEU and METEOR are
+    of words, see `word_tokenizer`; a message has sacrebleu's signatures.
     """
-    import sacrebleu  # Of the extra `text`.
+    from sacrebleu.metrics.bleu import BLEU  # Of the extra `text`.
+    from sacrebleu.metrics.chrf import CHRF
 
+    tokenizer = word_tokenizer(references)
+    bleu, chrf = BLEU(tokenize=tokenizer), CHRF()
     exact = [a == b for a, b in zip(translations, references, strict=True)]
-    return {
+    found = {
         "exact_match": float(np.mean(exact)),
-        "bleu": sacrebleu.corpus_bleu(translations, [references]).score,
-        "chrf": sacrebleu.corpus_chrf(translations, [references]).score,
-        **meteor(translations, references),
+        "bleu": bleu.corpus_score(translations, [references]).score,
+        "chrf": chrf.corpus_score(translations, [references]).score,
     }
+    say_once(f"bleu is {bleu.get_signature()}, chrf {chrf.get_signature()}")
+    lines = translations, references
+    if tokenizer != "13a":  # METEOR's words are between spaces.
+        lines = [list(map(bleu.tokenizer, side)) for side in lines]
+    return found | meteor(*lines)
+
+
+def word_tokenizer(lines: Iterable[str]) -> str:
+    """Returns sacrebleu's tokenizer for the script of a language.
+
+    "zh", each Chinese character a word, for Chinese; "char", any character, for other
+    scripts without spaces between words, and for Korean, whose words are long; else
+    "13a", words and punctuation, the default of papers. The tokenizers "ja-mecab" and
+    "ko-mecab" need packages of their own.
+    """
+    # The name of a character begins with that of its script.
+    scripts = collections.Counter(
+        unicodedata.name(x, "").partition(" ")[0]
+        for line in lines
+        for x in line
+        if x.isalpha()
+    )
+    chinese, others = scripts["CJK"], sum(scripts[x] for x in WITHOUT_SPACES)
+    # The rest may be names in Latin letters, of which a word has several.
+    if 4 * (chinese + others) <= scripts.total():
+        return "13a"
+    return "char" if 10 * others > chinese else "zh"
 
 
 def _losses(
