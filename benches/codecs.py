@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from benches.results import check_at_least, write_results
 from decentjax.codec import int2, int4, int8, num_bytes, top_k
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import markdown
 
 COPY = "a copy"
@@ -45,7 +45,7 @@ class CodecBench:
 
 
 def main(bench: CodecBench) -> int:
-    console = Console()
+    console = PlainConsole()
     x = jax.random.normal(jax.random.key(0), (bench.size,))
     programs: dict[str, tuple[Callable, tuple[Any, ...]]] = {}
     # Two buffers, as for an encoding: without the sum XLA copies nothing.

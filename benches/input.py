@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from benches.results import check_at_least, write_results
 from train.cli.load import load_config
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import Feed, feed
@@ -78,7 +78,7 @@ class InputTiming(NamedTuple):
 
 
 def main(bench: DataBench) -> int:
-    console = Console()
+    console = PlainConsole()
     results = []
     for path in bench.configs:
         with console.status(f"{path.name} ({len(results) + 1}/{len(bench.configs)})"):

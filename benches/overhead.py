@@ -19,6 +19,7 @@ from benches.train_steps import (
     wrapped_step,
 )
 from train.cli.load import load_config
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import markdown
 from train.config import Config
 
@@ -68,7 +69,7 @@ class StepBench:
 
 
 def main(bench: StepBench) -> int:
-    console = Console()
+    console = PlainConsole()
     seconds = {}
     for path, batch in zip(bench.configs, bench.batches, strict=True):
         config = of_one_worker(load_config(path), batch, bench.compute_dtype)

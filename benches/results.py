@@ -45,7 +45,7 @@ def write_results(
       svg: figure, if any.
     """
     write_json(out / f"{name}.json", {"machine": machine("jax"), **facts})
-    (out / f"{name}.md").write_text(text + "\n")
+    (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     files = f"{out / name}.json  {name}.md"
     if svg is not None:
         (out / f"{name}.svg").write_bytes(svg)

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from benches.results import check_at_least, write_results
 from decentjax import place, worker_mesh
 from train.cli.changes import Changes, with_changes
 from train.cli.load import load_config
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import feed
@@ -57,7 +57,7 @@ class WorkBench:
 
 def main(bench: WorkBench) -> int:
     config, _ = with_changes(load_config(bench.config), bench.change)
-    with Console().status(f"{bench.steps} steps of each worker of {config.name}"):
+    with PlainConsole().status(f"{bench.steps} steps of each worker of {config.name}"):
         seconds = measure(config, bench.steps, bench.rounds)
     bench.out.mkdir(parents=True, exist_ok=True)
     np.save(bench.out / "trace.npy", seconds)

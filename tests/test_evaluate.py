@@ -23,6 +23,7 @@ from train.run.scores import read_trained
 from train.store.checkpoints import read_models
 from train.store.log import read_metrics
 from train.tasks.digits import DigitsTask
+from train.tasks.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -118,6 +119,20 @@ def test_each_text_is_gone_on_with(finished, capsys):
 def test_without_a_text_it_asks_for_one(finished, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(ValueError, match="give a text, as in: decentjax generate"):
+        generate(finished[0])
+
+
+def test_texts_of_the_input_are_utf_8_whatever_its_encoding(
+    finished, monkeypatch, capsys
+):
+    def given(line):
+        return io.TextIOWrapper(io.BytesIO(line), "ascii")
+
+    monkeypatch.setattr("sys.stdin", given("山é\n".encode()))
+    generate(finished[0], sampling=Sampling(tokens=1))
+    assert capsys.readouterr().out.startswith("山é")
+    monkeypatch.setattr("sys.stdin", given("é\n".encode("latin-1")))
+    with pytest.raises(ValueError, match=r"a text must be UTF-8, got '\\udce9'"):
         generate(finished[0])
 
 

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from train.cli.command import SaveError, command
 from train.cli.config_json import to_json
 from train.cli.options import Trust
+from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
 from train.cli.read import from_options
 from train.cli.tables import aligned, write_json
@@ -52,7 +52,7 @@ def show(run: RunFolder) -> int:
             rows.append([f"{name}{step}", at, size, ""])
         for stray, reason in found.skipped.items():
             rows.append([f"{name}{stray}", "", "", f"no checkpoint: it {reason}"])
-    Console().print(aligned(["step", "saved", "MB", ""], rows, title=str(run)))
+    PlainConsole().print(aligned(["step", "saved", "MB", ""], rows, title=str(run)))
     return 0
 
 
@@ -64,7 +64,7 @@ def verify_all(run: RunFolder) -> int:
     Args:
       run: folder of the run.
     """
-    rows, damaged, console = [], False, Console()
+    rows, damaged, console = [], False, PlainConsole()
     for name, found in _of_processes(run):
         reasons: dict[Any, str] = {k: f"it {v}" for k, v in found.skipped.items()}
         for step, path in over(list(found.steps.items()), "reading", console):

@@ -10,10 +10,10 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
 
 from train.cli.command import command
 from train.cli.options import Trust
+from train.cli.plain_console import PlainConsole
 from train.cli.read import from_options
 from train.cli.tables import aligned, quantity, write_json
 from train.run.scores import Model, build_score, read_trained
@@ -46,7 +46,7 @@ def evaluate(
     chosen |= {f"worker {number}": trained.worker(number) for number in workers}
     # Once, as each batch of the held-out data needs all of them.
     models: dict[str, Model] = jax.device_put(chosen)
-    console = Console()
+    console = PlainConsole()
     with console.status(f"{len(models)} models on the held-out data"):
         scores = build_score(trained.task)(list(models.values()))
     # In the order of `chosen`: on a device a dict is sorted by its names as text.

@@ -1,11 +1,14 @@
 """Generates from a trained model: `decentjax generate RUN TEXT [TEXT ...]`.
 
 A translation model translates each text, a language model continues it and prints
-tokens as they are generated. Without a text, each line of the standard input is one. A
-policy plays the episodes with the given numbers, by default the first.
+tokens as they are generated, until it ends the text. Without a text, each line of the
+standard input, UTF-8, is one. A policy plays the episodes with the given numbers, by
+default the first.
 """
 
+import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -52,18 +55,27 @@ def generate(
     given = texts or tuple(trained.task.prompts)
     if not given and sys.stdin.isatty():
         print("reads texts, a line each, up to Ctrl-D", file=sys.stderr)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # Whatever the locale, as in files.
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     lines = given or tuple(line.rstrip("\n") for line in sys.stdin)
     if not lines:
         raise ValueError('give a text, as in: decentjax generate RUN "def main("')
-    # The first token is read from the text: an empty one has none to continue.
-    if not all(lines):
-        raise ValueError("a text is empty: the model needs a first word")
+    _check_texts(lines)
     model = trained.mean() if worker is None else trained.worker(worker)
     params, model_state = jax.device_put(model)
     for pieces in trained.task.generate(params, model_state, lines, sampling):
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    for text in texts:
+        # The first token is read from the text: an empty one has none to continue.
+        if not text:
+            raise ValueError("a text is empty: the model needs a first word")
+        if any("\ud800" <= x <= "\udfff" for x in text):  # Bytes that are no character.
+            raise ValueError(f"a text must be UTF-8, got {text[:40]!r}: convert it")
 
 
 if __name__ == "__main__":

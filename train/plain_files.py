@@ -63,7 +63,7 @@ def open_to_append(path: Path) -> io.TextIOWrapper:
       OSError: if it is a link, or no regular file.
     """
     check_plain(path, follow=False)
-    return open(path, "a+", buffering=1, opener=_open_at_once)
+    return open(path, "a+", 1, encoding="utf-8", opener=_open_at_once)
 
 
 def _open_at_once(path: str, flags: int) -> int:

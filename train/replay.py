@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.progress import Progress
 
 from train.cli.changes import FIELDS, take_fields
 from train.cli.command import command
 from train.cli.config_json import read_fields
 from train.cli.options import Trust
+from train.cli.plain_console import PlainConsole
 from train.cli.progress import progress as progress_line
 from train.cli.read import from_options
 from train.cli.tables import aligned, file_name, label
@@ -116,7 +116,7 @@ def replay(run: Path, trust: Sequence[str] = ()) -> dict[int, float]:
             for folder, step in zip(folders, trained.steps, strict=True)
             for life in read_lives(folder, step, num_workers // len(folders))
         ]
-    with Progress(transient=True) as progress:
+    with Progress(console=PlainConsole(), transient=True) as progress:
         recorded = len({(one.worker, one.step) for one in used})
         count = recorded if lives is None else sum(len(one.places) for one in lives)
         bar = progress.add_task(f"steps of {num_workers} workers", total=count)
@@ -132,7 +132,7 @@ def replay(run: Path, trust: Sequence[str] = ()) -> dict[int, float]:
         for worker, difference in differences.items()
     ]
     head = ["worker", "steps", "greatest difference of a parameter"]
-    Console().print(aligned(head, table, title=f"{run}, repeated"))
+    PlainConsole().print(aligned(head, table, title=f"{run}, repeated"))
     return differences
 
 

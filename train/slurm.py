@@ -81,7 +81,11 @@ def sbatch(job: JobFile, options: Sequence[str], python: str) -> str:
         "cpus-per-task": job.cpus,
         "time": f"{minutes // 60:02}:{minutes % 60:02}:00",
     }
-    text = _filled((FOLDER / "cluster.sbatch").read_text(), r"#SBATCH --{}=", values)
+    text = _filled(
+        (FOLDER / "cluster.sbatch").read_text(encoding="utf-8"),
+        r"#SBATCH --{}=",
+        values,
+    )
     if not job.gpus:
         text = re.sub(r"#SBATCH --gpus-per-node=.*\n", "", text)
         text = re.sub(r"# Each task sees all GPUs.*\n", "", text)
@@ -104,7 +108,7 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
     """
     name, count = load_config(job.config).name, job.nodes * job.per_node
     label = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-    text = (FOLDER / "jobset.yaml").read_text()
+    text = (FOLDER / "jobset.yaml").read_text(encoding="utf-8")
     text = _filled(text, r" {}: ", {"parallelism": count, "completions": count})
     text = _filled(text, r" {}: ", {"image": job.image})
     text = _filled(

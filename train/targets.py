@@ -143,7 +143,9 @@ Target = Gpu | Tpu
 
 def _table() -> tuple[dict[str, Gpu], dict[str, Tpu]]:
     """Returns the GPUs and the TPUs of `targets.toml`, by name."""
-    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    tables = tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    )
     gpus = {
         name: tables["gpu"][own.pop("like", name)] | own
         for name, own in tables["gpu"].items()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from rich.console import Console
 
 from benches.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
 from benches.runner import Runner, repeat
@@ -17,6 +16,7 @@ from benches.train_steps import for_workers, in_turns, our_step, plain_step
 from decentjax import accum_adamw, overlap
 from train.cli.command import command
 from train.cli.load import load_config
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
 from train.config import Config, TopologyName
 from train.run.build import build_state
@@ -67,7 +67,7 @@ def measure(bench: GpuBench) -> GpuTiming:
         UPDATE: update,
         COPY: copy,
     }
-    seconds = in_turns(runners, bench.rounds, bench.steps, Console())
+    seconds = in_turns(runners, bench.rounds, bench.steps, PlainConsole())
     seconds[UPDATE] /= UPDATES
     # By the driver's name of the device, as `preflight` knows GPUs by it.
     return GpuTiming(

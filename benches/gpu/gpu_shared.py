@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from rich.console import Console
 
 from benches.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
 from benches.gpu.gpu_alone import explained, first_batch, of_workers
@@ -25,6 +24,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip import Adapt, Background, host_mesh
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
 from train.config import Config, DistributedConfig
 from train.job.distributed import fail_stop, start
@@ -55,7 +55,7 @@ def measure(bench: GpuBench) -> dict[str, float]:
     with contextlib.ExitStack() as stack:
         shared = runners(config, task, optax.adamw(1e-4), stack)
         # Quiet, as the lines of all processes go to one terminal.
-        return in_turns(shared, bench.rounds, bench.steps, Console(quiet=True))
+        return in_turns(shared, bench.rounds, bench.steps, PlainConsole(quiet=True))
 
 
 def runners(

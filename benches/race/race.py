@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-
 from benches.race.contestants import (
     IN_SLICES,
     WORKER,
@@ -26,6 +24,7 @@ from benches.race.race_report import Timing, bars, table
 from benches.race.team import Team, cluster_name, measure_in, parse_cluster
 from benches.race.turns import Load, WorkerTurn
 from benches.results import check_at_least, check_pattern, write_results
+from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
 from train.figures.style import to_svg
 from train.job.namespaces import EmulatedCluster, Nodes
@@ -156,7 +155,7 @@ def run(
     # Those with a straggler come after the others, so their programs are compiled.
     rounds: dict[Contestant, list[float]] = {x: [] for x in turns}
     size = f"{cluster.nodes} nodes x {cluster.workers_per_node}"
-    console = Console(soft_wrap=True, highlight=False)
+    console = PlainConsole(soft_wrap=True, highlight=False)
     for number in range(race.rounds):
         title = f"{size}, round {number + 1} of {race.rounds}"
         if not console.is_terminal:

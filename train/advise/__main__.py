@@ -13,7 +13,6 @@ from typing import Annotated
 
 import jax
 import tyro
-from rich.console import Console
 
 from decentjax.distributed.devices import provide_cpu_devices
 from train.advise.rank import compare
@@ -23,6 +22,7 @@ from train.advise.time_to_loss import Contender, read_race
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
+from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
 from train.cli.read import from_options
 from train.cli.sections import ExchangeName, take_sections
@@ -88,7 +88,7 @@ def look(
     from train.advise import advice_report
     from train.figures.page import Section
 
-    console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
+    console = PlainConsole(width=140, soft_wrap=True, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     shown = functools.partial(over, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 
 from decentjax import (
     AXIS,
@@ -36,6 +35,7 @@ from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
 from train.advise.rank import fitting
 from train.advise.setting import FORWARD_SHARES, Overlap, Setting
+from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
 from train.config import Config, RoundsConfig
 from train.job.distributed import gather
@@ -83,7 +83,7 @@ def measure(config: Config, num_steps: int) -> Setting:
     own = (config.topology,)
     fit, _ = fitting(num_workers, local, own)
     task = build_task(config.task)
-    console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
+    console = PlainConsole(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
         trace = _compute_times(config, task, mesh, num_steps)
     exchanges = _Exchanges(config, task, mesh)

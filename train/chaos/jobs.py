@@ -115,7 +115,7 @@ class JobUnderTest(contextlib.AbstractContextManager):
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ValueError):
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (path / "cmdline").read_text().split("\0")
+                words = (path / "cmdline").read_text(errors="replace").split("\0")
                 if parent == self.popen.pid and "--distributed.process-id" in words:
                     place = words.index("--distributed.process-id") + 1
                     found[int(words[place])] = int(path.name)

@@ -82,7 +82,7 @@ def plant(config: str, folder: Path, path: Path) -> Path:
       path: the file to write.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(CONFIG.format(config=config, folder=str(folder)))
+    path.write_text(CONFIG.format(config=config, folder=str(folder)), encoding="utf-8")
     return path
 
 

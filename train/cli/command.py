@@ -7,6 +7,7 @@ Ctrl-C, and 141 if the output was closed.
 
 import contextlib
 import errno
+import io
 import os
 import re
 import select
@@ -89,9 +90,11 @@ def command() -> Iterator[None]:
     """Runs a command: its errors end it with a sentence and an exit code.
 
     Only bugs of this project keep their traceback. None but their owner can change the
-    files that it makes, whatever the umask.
+    files that it makes, whatever the umask. Characters that the output's encoding does
+    not have are printed as escapes.
     """
     os.umask(os.umask(0o077) | 0o022)
+    _print_any_text()
     try:
         try:
             yield
@@ -165,6 +168,19 @@ def show_usage(usage: str, arguments: list[str]) -> NoReturn:
         raise SystemExit(0)
     print(usage, file=sys.stderr)
     raise SystemExit(2)
+
+
+def _print_any_text() -> None:
+    """Makes Python escape what the output cannot encode, as the standard error does.
+
+    A handler that PYTHONIOENCODING names stays.
+    """
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors in (
+        "strict",
+        "surrogateescape",
+    ):
+        out.reconfigure(errors="backslashreplace")
 
 
 def _exhausted(text: str) -> str:

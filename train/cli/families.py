@@ -18,7 +18,7 @@ def shipped_configs() -> dict[str, Path]:
         sorted(
             (name, path)
             for path in FOLDER.glob("*.py")
-            for variable, name in CONFIG.findall(path.read_text())
+            for variable, name in CONFIG.findall(path.read_text(encoding="utf-8"))
             if variable in (name, "config")
         )
     )
@@ -28,7 +28,7 @@ def config_families() -> dict[str, tuple[str, list[str]]]:
     """Returns the families: by file what its configs train, and their names."""
     families: dict[str, tuple[str, list[str]]] = {}
     for name, path in shipped_configs().items():
-        what = path.read_text().partition("\n")[0].strip('"')
+        what = path.read_text(encoding="utf-8").partition("\n")[0].strip('"')
         families.setdefault(path.stem, (what, []))[1].append(name)
     first = "quickstart", "own_data"  # Where most begin.
     return dict(sorted(families.items(), key=lambda x: (x[0] not in first, x[0])))

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from rich.console import Console
@@ -12,24 +12,32 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeRemainingColumn,
-    track,
 )
+
+from train.cli.plain_console import PlainConsole
 
 T = TypeVar("T")
 
 SECONDS_BETWEEN = 20.0
 
 
-def over(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
-    """Returns the items, and shows the progress over them, on a terminal alone."""
-    hidden = not console.is_terminal
-    return track(items, title, console=console, transient=True, disable=hidden)
+def over(items: Sequence[T], title: str, console: Console) -> Iterator[T]:
+    """Yields the items, and shows the progress over them, on a terminal alone."""
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bars:
+        yield from bars.track(items, description=title)
 
 
 @contextlib.contextmanager
 def progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
     """A progress bar, or without a terminal a line every SECONDS_BETWEEN."""
-    console = Console()
+    console = PlainConsole()
     if not console.is_terminal:
         last = time.monotonic()
 
@@ -42,11 +50,11 @@ def progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
         yield say
         return
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[words]}"),
+        TextColumn("{task.fields[words]}", markup=False),
         console=console,
     ) as bars:
         # `words` is a field of its own, which the last column shows.

@@ -41,7 +41,7 @@ def write_report(
     headline, (heads, rows) = task.headline, table(results, task, grid)
     said = [_say(claim) for claim in claims(results, headline)]
     lines = [markdown(heads, rows), *said]
-    (out / "dbench.md").write_text("\n\n".join(lines) + "\n")
+    (out / "dbench.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     done = [one for one in results if one.outcome is not None]
     _write_scores(done, headline, seeds, out / "dbench.csv")
     _write_dispersion(done, seeds, out / "dispersion.csv")
@@ -152,7 +152,7 @@ def _write_scores(
     heads = ["graph", "workers", "seed", headline.name, "training_loss"]
     heads += ["consensus_distance", "connections", "bytes_per_worker", "bytes_per_link"]
     heads += ["early_gini", "late_gini", "chosen"]
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(heads)
         for one in done:
@@ -177,7 +177,7 @@ def _write_scores(
 
 def _write_dispersion(done: Sequence[Result], seeds: range, path: Path) -> None:
     """A row for each cell, seed, step and tensor, with all measures."""
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer, head = csv.writer(file), ["graph", "workers", "seed", "step", "tensor"]
         for one in done:
             assert one.outcome is not None

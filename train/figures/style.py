@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from train.plain_files import write_whole
 
@@ -34,6 +35,10 @@ def to_svg(figure: Figure) -> bytes:
         for line in axes.lines:
             if np.size(line.get_xdata()) == 1 and line.get_marker() in ("", "None"):
                 line.set_marker("o")  # A line of one point is invisible.
+    for text in figure.findobj(Text):
+        # Names may have dollars; powers of ten, which are formulas, are not there yet.
+        if text.get_text():
+            text.set_parse_math(False)
     # Without a salt the ids of clip paths would be random.
     with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -84,7 +84,7 @@ def _remove_left(root: Path) -> None:
 
 def _root() -> tuple[Path, bool]:
     """The folder of the groups of processors, and whether it is of version 2."""
-    for line in Path("/proc/mounts").read_text().splitlines():
+    for line in Path("/proc/mounts").read_text(errors="surrogateescape").splitlines():
         _, place, kind, options, *_ = line.split()
         if kind == "cgroup" and "cpu" in options.split(","):
             return Path(place), False

@@ -8,6 +8,7 @@ from rich.console import Console, RenderableType
 
 from decentjax import AXIS
 from decentjax.overlap import Collective
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import aligned, write_json
 from train.figures.schedule_figure import draw_schedules
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
@@ -42,7 +43,7 @@ def report(
     """
     # Compiling takes minutes, after which a wrong name of a file would be late.
     _check(require_overlap, out, figure)
-    console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
+    console = PlainConsole(width=120, soft_wrap=True, highlight=False)
     workers = preflight.config.workers
     console.print(f"{_title(preflight)}, {workers.workers_per_node} per node")
     runs = [preflight]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from train.cli.plain_console import PlainConsole
 from train.cli.tables import measured, plain, quantity, words
 from train.fields import LARGEST_FLOAT, fits
 from train.plain_files import open_to_append, read_lines, write_whole
@@ -92,7 +92,7 @@ class Log:
         self._rates: collections.deque[float] | None = None
         self._console = _QuietConsole()
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             # In a narrow terminal the bar gives way, not the time.
             TimeRemainingColumn(table_column=Column(min_width=7)),
@@ -269,7 +269,7 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-class _QuietConsole(Console):
+class _QuietConsole(PlainConsole):
     """A console that goes quiet where its output is closed, or its disk is full."""
 
     closed = False
