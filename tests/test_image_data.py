@@ -253,6 +253,7 @@ def root(tmp_path_factory):
         for k in (3, 1, 7, 2, 5, 4, 6):  # In an archive as it comes.
             data = b"no image" if k == 4 else encoded(picture(seed=k))
             add(held_out, f"ILSVRC2012_val_{k:08d}.JPEG", data)
+            add(held_out, f"._ILSVRC2012_val_{k:08d}.JPEG", b"As macOS packs them.")
     root = tmp_path_factory.mktemp("data")
     assert prepare_imagenet(folder, root) == root / "imagenet2012" / "5.1.0"
     return root

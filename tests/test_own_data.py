@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import io
+import os
 import pickle
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 from PIL import Image
 
 from train.config import Config
+from train.data.batches import Unreadable, say_once
 from train.data.image_files import read_image_folder
 from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
@@ -134,6 +137,88 @@ def test_given_folders_to_validate_on_are_taken_as_they_are(tmp_path):
     assert len(found.train) == 6
 
 
+@pytest.mark.parametrize(
+    "names", [("Train", "VAL"), ("train", "valid"), ("TRAIN", "Test")]
+)
+def test_folders_to_validate_on_have_several_names(names, tmp_path):
+    paint(tmp_path / names[0], blue=2, red=3)
+    paint(tmp_path / names[1], red=1, blue=1)
+    found = read_image_folder(tmp_path, 0.5)
+    assert sorted(images_of(found.held_out)) == [("blue", 0), ("red", 1)]
+    assert (list(found.names), len(found.train)) == (["blue", "red"], 5)
+
+
+def test_of_a_folder_train_alone_a_share_is_held_out(tmp_path):
+    paint(tmp_path / "train", blue=4, red=4)
+    found = read_image_folder(tmp_path, 0.25)
+    assert (list(found.names), len(found.train)) == (["blue", "red"], 6)
+    paint(tmp_path, green=2)  # Beside other classes it is one.
+    read_image_folder.cache_clear()
+    assert list(read_image_folder(tmp_path, 0.25).names) == ["green", "train"]
+
+
+def test_images_are_those_that_a_user_sees_however_deep(tmp_path, caplog):
+    """By a second reader: all files, and which names are wanted."""
+    say_once.cache_clear()
+    folder = paint(tmp_path / ".own" / "photos", blue=3, green=2)
+    paint(folder / "red" / "2023", red=2)
+    paint(folder / "red" / "2024" / "May.d", red=3)
+    wanted = {x for x in folder.rglob("*.*") if x.is_file()}
+    for hidden in (".git", "__MACOSX", ".thumbnails"):
+        paint(folder / hidden, red=1)
+        paint(folder / "blue" / hidden, blue=1)
+    for name in (".trash.jpg", "._0.JPG", "Thumbs.db", "desktop.ini"):
+        (folder / "blue" / name).write_bytes(b"none")
+    assert {x for part in sides(folder) for x in part} == wanted
+    assert not caplog.records
+    # Those that a user sees and that are none are said.
+    for name in ("empty", "only_gif"):
+        (folder / name).mkdir()
+    for name in ("only_gif/a.gif", "blue/b.webp", "blue/c.TIFF", "readme.jpg"):
+        (folder / name).write_bytes(b"none")
+    read_image_folder.cache_clear()
+    assert {x for part in sides(folder) for x in part} == wanted
+    files, folders = (record.getMessage() for record in caplog.records)
+    assert files.startswith(f"left out: 4 files in {folder} that are no JPEG or PNG")
+    assert folders.endswith("without images: empty, only_gif")
+
+
+def sides(folder):
+    found = read_image_folder(folder, 0.3)
+    return [[path for path, _ in side.files] for side in (found.train, found.held_out)]
+
+
+def test_links_are_followed_once_and_broken_ones_are_unreadable(tmp_path, caplog):
+    say_once.cache_clear()
+    paint(tmp_path / "elsewhere", red=3)
+    folder = paint(tmp_path / "photos", blue=2)
+    (folder / "red").symlink_to(tmp_path / "elsewhere" / "red")
+    (folder / "blue" / "all").symlink_to(folder / "blue")  # Without end.
+    (folder / "blue" / "up").symlink_to(folder)
+    assert sorted(map(len, sides(folder))) == [2, 3]
+    (folder / "red" / "gone.png").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "red" / "pipe.png")
+    read_image_folder.cache_clear()
+    found = read_image_folder(folder, 0.3)
+    for source in (found.train, found.held_out):
+        for place, (path, _) in enumerate(source.files):
+            if path.name in ("gone.png", "pipe.png"):
+                with pytest.raises(Unreadable, match=f"{path.name}: there is no such"):
+                    source[place]
+
+
+def test_images_of_one_name_are_held_out_each_by_itself(tmp_path):
+    for part in range(20):
+        paint(tmp_path / "red" / str(part), red=1)
+    paint(tmp_path, blue=10)
+    (tmp_path / "red").rename(tmp_path / "Red")
+    _, held_out = sides(tmp_path)
+    drawn = [path for path in held_out if "Red" in path.parts]
+    names = [f"{k}/red/0.JPG" for k in range(20)]
+    by_checksum = sorted(names, key=lambda x: zlib.crc32(x.encode()))[:6]
+    assert drawn == sorted(tmp_path / "Red" / x for x in by_checksum)
+
+
 def of(task) -> Config:
     return Config(name="x", num_steps=60, task=task)
 
@@ -159,6 +244,11 @@ NO_TEXT = "the column 'n' must be of text, got Value"
             "the class blue has one image",
         ),
         (lambda x: folder_task(unknown(x)), "/validation has the class blue, and "),
+        (
+            lambda x: folder_task(paint(x / "in", red=3).parent),
+            "one class, in, and nee",
+        ),
+        (lambda x: folder_task(paint(x / "val", red=3).parent), "needs a folder train"),
         (lambda x: images_of_hub(x, 1), "have 2 classes, .* model 1"),
         (
             lambda x: text_task(

@@ -20,6 +20,7 @@ import numpy as np
 
 from train.data import images
 from train.data.batches import Batch, Unreadable, feed, say_once, worker_steps
+from train.data.files import visible
 
 NAME = "imagenet2012"
 VERSION = "5.1.0"
@@ -208,13 +209,15 @@ def _builder_class(archives: Path) -> Any:
 
 
 def _validation_labels(archive: Path) -> dict[str, str]:
-    """The label of each file; tfds lists them in the order of the files' names."""
+    """The label of each file; tfds lists them in the order of the files' numbers."""
     import tensorflow_datasets as tfds
 
     with tarfile.open(archive) as tar:
-        names = sorted(name for name in tar.getnames() if name.endswith(".JPEG"))
+        names = [name for name in tar.getnames() if name.endswith(".JPEG")]
     path = tfds.core.tfds_path(f"datasets/{NAME}/validation_labels.txt")
-    return dict(zip(names, path.read_text().split(), strict=False))
+    labels = path.read_text().split()
+    shown = [name for name in names if visible(Path(name))]
+    return {name: labels[int(Path(name).stem[-8:]) - 1] for name in shown}
 
 
 def _labelled(

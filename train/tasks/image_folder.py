@@ -18,7 +18,7 @@ class ImageFolderTask(LabelledOptions):
 
     Args:
       data: folder of the folders of the classes, or of `train` and `validation` with
-        such folders.
+        such folders, see `read_image_folder`.
     """
 
     data: str
