@@ -4,7 +4,9 @@ import collections
 import contextlib
 import io
 import multiprocessing
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,16 @@ def distance(one, other):
     return np.abs(np.asarray(one, float) - np.asarray(other, float))
 
 
+def test_inks_become_light():
+    """CMYK, by the share that each ink and the black one leave."""
+    inks = (
+        np.random.default_rng(0).integers(0, 256, (1, 1, 4)).repeat(16, 0).repeat(16, 1)
+    )
+    data = encoded(Image.fromarray(inks.astype(np.uint8), "CMYK"), quality=100)
+    wanted = (255 - inks[..., :3]) * (255 - inks[..., 3:]) / 255
+    assert distance(images.decode(data), wanted).max() <= 4
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_jpeg_of_any_kind_becomes_rgb(mode):
     image = picture(mode=mode)
@@ -69,6 +81,59 @@ def test_a_transparent_palette_becomes_rgb():
     image = picture().convert("P")
     data = encoded(image, "PNG", transparency=bytes(range(256)))
     np.testing.assert_array_equal(images.decode(data), image.convert("RGB"))
+
+
+# Of PNG's kinds of color: the number of channels.
+CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+
+
+def png(levels, bits, color, *chunks):
+    """The bytes of a PNG of levels [H, W, channels], by its specification."""
+    height, width, _ = levels.shape
+    rows = levels.reshape(height, -1)
+    if bits == 16:
+        packed = rows.astype(">u2").view(np.uint8)
+    else:
+        each = (rows[..., None] >> np.arange(bits)[::-1]) & 1
+        packed = np.packbits(each.reshape(height, -1).astype(np.uint8), axis=1)
+    data = np.pad(packed, ((0, 0), (1, 0))).tobytes()  # Each row without a filter.
+    head = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
+    parts = [(b"IHDR", head), *chunks, (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(x)) + name + x + struct.pack(">I", zlib.crc32(name + x))
+        for name, x in parts
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "color"),
+    [(16, 0), (16, 2), (16, 4), (16, 6), (8, 0), (8, 4), (8, 6), (4, 0), (2, 0), (1, 0)]
+    + [(bits, 3) for bits in (1, 2, 4, 8)],
+)
+@pytest.mark.parametrize("has_transparency", [False, True])
+def test_levels_of_any_depth_are_those_of_eight_bits(bits, color, has_transparency):
+    random = np.random.default_rng(bits)
+    levels = random.integers(0, 2**bits, (7, 13, CHANNELS[color]))
+    palette = random.integers(0, 256, (2**bits, 3))
+    chunks = [(b"PLTE", palette.astype(np.uint8).tobytes())] if color == 3 else []
+    if has_transparency and color in (0, 2, 3):  # One level, or the share of each.
+        level = np.ones(2 if color == 3 else CHANNELS[color], int)
+        kind = np.uint8 if color == 3 else ">u2"
+        chunks.append((b"tRNS", level.astype(kind).tobytes()))
+    if color == 3:
+        wanted = palette[levels[..., 0]]
+    else:
+        eight = levels >> 8 if bits == 16 else levels * (255 // (2**bits - 1))
+        wanted = eight[..., :3] if color in (2, 6) else eight[..., [0, 0, 0]]
+    data = png(levels, bits, color, *chunks)
+    np.testing.assert_array_equal(images.decode(data), wanted)
+    # Crops are made of the same levels.
+    narrow = png(wanted, 8, 2)
+    for crop in (
+        lambda data: images.center_crop(data, 8),
+        lambda data: images.random_resized_crop(data, 8, np.random.default_rng(0)),
+    ):
+        np.testing.assert_array_equal(crop(data), crop(narrow))
 
 
 def test_the_orientation_is_left_as_it_lies_in_the_file():

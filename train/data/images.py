@@ -76,8 +76,9 @@ def center_crop(image: bytes, size: int) -> np.ndarray:
 def decode(image: bytes) -> np.ndarray:
     """Returns the whole image, uint8 [H, W, 3], in the orientation of its pixels.
 
-    Grayscale, CMYK and palettes become RGB, transparency is dropped. An orientation in
-    the EXIF data is ignored, as ImageNet's published accuracies do.
+    Grayscale, CMYK and palettes become RGB, of 16 bits the upper 8, transparency is
+    dropped. An orientation in the EXIF data is ignored, as ImageNet's published
+    accuracies do.
 
     Args:
       image: JPEG or PNG bytes.
@@ -161,6 +162,9 @@ def _resample(
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    # Gray of 16 bits: Pillow would make all levels above 255 white.
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     # Pillow warns if a palette with transparency becomes RGB at once.
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
