@@ -3,8 +3,11 @@
 Stacked arrays have a leading dim of N workers.
 """
 
+import contextlib
 import functools
 import inspect
+import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge  # Whether jax has started has no public name.
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
 from decentjax._first_model import ADVICE, fingerprints
 from decentjax._slices import first_row, only, over_slices
 from decentjax.axis import AXIS, axis_of, slices_of
+from decentjax.threads import check_threads, provide_threads
 
 
 def is_between_cpus(mesh: Mesh) -> bool:
@@ -44,9 +49,9 @@ def worker_mesh(
 ) -> Mesh:
     """A mesh of one device per worker, or of a slice of several.
 
-    On a CPU split into devices, set the environment variable NPROC to about 8 threads
-    per device before jax starts: a collective holds a thread until every device has
-    joined, and XLA aborts the program when it runs out of threads.
+    Call it before jax uses a device of a CPU that is split into several: XLA reads
+    then how many threads they have (NPROC, 8 for each) and how late one may be, and
+    would abort the process with its defaults.
 
     Args:
       num_workers: N.
@@ -68,8 +73,9 @@ def worker_mesh(
     slices = devices_per_worker
     if slices < 1:
         raise ValueError(f"devices_per_worker must be at least one, got {slices}")
-    devices = jax.devices() if devices is None else devices
     needed = num_workers * slices
+    _provide_threads(needed)
+    devices = jax.devices() if devices is None else devices
     if len(devices) < needed:
         wanted = f"{num_workers} workers need as many devices"
         if slices > 1:
@@ -113,9 +119,25 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     axis = axis_of(mesh)
     mapped = over_slices(function, axis, mesh)
     if is_between_cpus(mesh):
+        check_threads(len(mesh.local_devices))
         # A new name, which no program in jax's cache has.
         mapped.__name__ += f"_{secrets.token_hex(8)}"
     return _of_rows(mapped, function, mesh.shape[axis])
+
+
+def _provide_threads(num_devices: int = 1) -> None:
+    """Provides threads for CPU devices, these or those of jax's settings, in time."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    settings: Any = jax.config
+    count = max(num_devices, settings.jax_num_cpu_devices, *map(int, asked))
+    if count > 1 and not xla_bridge.backends_are_initialized():
+        provide_threads(count)
+
+
+# A script may use a device before it makes its mesh.
+with contextlib.suppress(ValueError):  # The mesh raises it.
+    _provide_threads()
 
 
 def _of_rows(

@@ -24,7 +24,6 @@ import rounds_line
 import tiny_numbers
 from jax._src.distributed import global_state
 
-from decentjax.distributed.devices import provide_cpu_devices
 from train.config import (
     AutoExchange,
     BackgroundExchange,
@@ -711,18 +710,6 @@ def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
         assert seen >= {(p, t) for p in range(4) for t in range(12)}
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {"X"} <= {event["ph"] for event in trace["traceEvents"]}
-
-
-@pytest.mark.parametrize(
-    ("count", "given", "wanted"), [(1, "1", "2"), (1, "5", "5"), (4, "8", "32")]
-)
-def test_devices_have_threads_to_wait_in(count, given, wanted, monkeypatch):
-    made = {}
-    monkeypatch.setenv("NPROC", given)
-    monkeypatch.setattr(jax.config, "update", made.__setitem__)
-    provide_cpu_devices(count)
-    assert os.environ["NPROC"] == wanted
-    assert made == {"jax_num_cpu_devices": count}
 
 
 def test_a_name_that_means_this_machine_alone_is_refused(monkeypatch):

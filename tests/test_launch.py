@@ -788,7 +788,7 @@ def test_whether_they_are_peers_is_asked_before_one_fails(monkeypatch):
 
 
 def test_each_process_has_its_share_of_cores_and_a_gpu(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("train.launch.allowed_cores", lambda: 8)
     shares = [environment(4, i, {}) for i in range(4)]
     wanted = [{"NPROC": "3", "JAX_LOCAL_DEVICE_IDS": i} for i in "0123"]
     assert shares == wanted
@@ -801,6 +801,18 @@ def test_one_process_has_all_gpus():
 def test_what_the_user_has_set_stays():
     given = {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3", "HOME": "/root"}
     assert environment(2, 1, given) == {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3"}
+
+
+@pytest.mark.parametrize("target", ["quickstart", "script.py"])
+def test_a_number_of_threads_that_is_none_starts_nothing(
+    target, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NPROC", "auto")
+    Path("script.py").write_text("raise SystemExit('started')")
+    with pytest.raises(SystemExit, match="NPROC must be a number of threads"):
+        main(["-n", "2", target])
+    assert "started" not in capfd.readouterr().err
 
 
 @pytest.mark.slow

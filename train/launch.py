@@ -22,6 +22,7 @@ from pathlib import Path
 from symtable import symtable
 
 from decentjax.distributed.place import ASKED, Place, variables_of
+from decentjax.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
 from train.job.certificates import certificates
@@ -241,7 +242,7 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
     ):
         asked = Path(folder, "asked")
         env = {ASKED: str(asked)} | compiled | certified
-        env |= {} if "NPROC" in os.environ else threads(count)
+        env |= {} if given_threads()[1] else threads(count)
         code = supervise(start, options.max_restarts, grace=options.grace)
         if code == 0 and count > 1 and not asked.exists():
             print(
@@ -390,17 +391,22 @@ def environment(
 
     Each process of a job of several uses one GPU. Variables that are already in
     `given` keep their values.
+
+    Raises:
+      ValueError: if the number of threads in `given` is none.
     """
-    share = threads(num_processes)
+    name, number = given_threads(given)
+    share = {name: str(number)} if number else threads(num_processes)
     if num_processes > 1:
-        share["JAX_LOCAL_DEVICE_IDS"] = str(process_id)
-    return {name: given.get(name, value) for name, value in share.items()}
+        gpu = "JAX_LOCAL_DEVICE_IDS"
+        share[gpu] = given.get(gpu, str(process_id))
+    return share
 
 
 def threads(num_processes: int) -> dict[str, str]:
     """Returns the variable that gives a process its share of cores."""
     # One thread more, for the one that sends.
-    return {"NPROC": str(max(1, (os.cpu_count() or 1) // num_processes) + 1)}
+    return {"NPROC": str(max(1, allowed_cores() // num_processes) + 1)}
 
 
 def check_port(port: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benches.results import check_at_least, write_results
+from decentjax.threads import allowed_cores
 from train.cli.load import find_config
 from train.cli.tables import markdown, to_json
 from train.job.processes import Process, run_job
@@ -185,7 +186,7 @@ def _shared(bench: GpuBench) -> Seconds:
     env = {
         "JAX_LOCAL_DEVICE_IDS": "0",
         # At least one thread to compute and one to exchange.
-        "NPROC": str(max(2, (os.cpu_count() or 1) // bench.processes)),
+        "NPROC": str(max(2, allowed_cores() // bench.processes)),
         # Else the first process takes most of the device's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax.placement import worker_mesh
+from decentjax.threads import provide_threads
 
 
 def provide_devices(local_id: int | None, count: int) -> None:
@@ -23,15 +24,8 @@ def provide_devices(local_id: int | None, count: int) -> None:
 
 
 def provide_cpu_devices(count: int) -> None:
-    """Makes the CPU appear as `count` devices; other platforms ignore it.
-
-    XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
-    its thread until every device has arrived: with too few threads they deadlock. Even
-    a single device needs one thread to exchange while another computes.
-    """
-    needed = 2 if count == 1 else 8 * count
-    given = int(os.environ.get("NPROC", os.cpu_count() or 1))
-    os.environ["NPROC"] = str(max(given, needed))
+    """Makes the CPU appear as `count` devices; other platforms ignore it."""
+    provide_threads(count)
     jax.config.update("jax_num_cpu_devices", count)
 
 

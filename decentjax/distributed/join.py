@@ -21,6 +21,7 @@ from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
 from decentjax.distributed.rendezvous import rendezvous
 from decentjax.distributed.watch import watch
+from decentjax.threads import add_xla_flags
 
 DAY_SECONDS = 24 * 3600
 # Of a barrier: the watch ends the job long before, and names who does not come.
@@ -58,11 +59,10 @@ def join(
       ValueError: if another job uses the address, or processes are missing or do not
         share the folder.
     """
-    # A flag of the user's own comes last, and wins.
-    flags = [*_time_limits(step_deadline), os.environ.get("XLA_FLAGS", "")]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+    add_xla_flags(*_time_limits(step_deadline))
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
+    provide_cpu_devices(num_devices)  # Raises before others wait for this process.
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     meeting = rendezvous(place, run_dir, start_seconds)
     with meeting as listen_at, taking_over or contextlib.nullcontext():
@@ -78,7 +78,6 @@ def join(
         )
     if is_loopback(host):
         _keep_gloo_on_loopback()
-    provide_cpu_devices(num_devices)
     number, count = place.process_id, place.num_processes
     if count > 1 or step_deadline is not None:  # No process waits for one alone.
         watch(step_deadline, number, count, client(), lambda: client() is None)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -14,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from decentjax.threads import allowed_cores
 from train.plain_files import write_whole
 
 
@@ -140,7 +140,7 @@ def counted(number: int, noun: str) -> str:
 def machine(*packages: str) -> str:
     """Returns this machine's cores and architecture, and the versions of packages."""
     versions = [f"{name} {version(name)}" for name in packages]
-    cores = f"{os.cpu_count()} cores"
+    cores = counted(allowed_cores(), "core")
     python = f"Python {platform.python_version()}"
     return ", ".join([cores, platform.machine(), python, *versions])
 
