@@ -181,6 +181,8 @@ def _own_optimizer(
     make: Callable[[optax.Schedule], Any], schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     made = make(schedule)
+    if isinstance(made, optax.MultiSteps):
+        made = made.gradient_transformation()
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
             f"optimizer.make = {place_of(make)} must return an optax optimizer, a "
