@@ -3,7 +3,8 @@
 Schedule-free optimizers, for example, keep a second model in addition to the params.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,15 @@ _REFUSED: dict[type, str] = {
     optax.ScaleByRpropState: "its steps grow while its own gradient keeps its sign",
 }
 """Why the average is lost, by type of optimizer state; all of optax was tested."""
+_OF_OPTAX = tuple(
+    kind
+    for module in (optax, contrib)
+    for kind in vars(module).values()
+    if isinstance(kind, type)
+    and kind.__name__.endswith("State")
+    and len(getattr(kind, "_fields", ())) > 1
+)
+_KEY_NAMES = {"key", "keys", "prng", "prngkey", "rng", "rngs"}
 
 
 def check_averageable(opt_state: Any) -> None:
@@ -34,11 +44,10 @@ def check_averageable(opt_state: Any) -> None:
     Args:
       opt_state: state of the optimizer.
     """
-    for state in states_of(opt_state, *_REFUSED):
-        name = type(state).__name__
+    for kind, _ in states_of(opt_state, *_REFUSED):
         raise TypeError(
-            f"the optimizer with the state {name} does not keep averaged models: "
-            f"{_REFUSED[type(state)]}; use another optimizer, such as optax.adamw, "
+            f"the optimizer with the state {kind.__name__} does not keep averaged "
+            f"models: {_REFUSED[kind]}; use another optimizer, such as optax.adamw, "
             "or all_reduce_step, which averages gradients"
         )
 
@@ -55,7 +64,7 @@ def check_no_own_model(opt_state: Any, what: str) -> None:
 
 def own_models(opt_state: Any) -> list[Any]:
     """The models that an optimizer keeps in addition to the params."""
-    found = [x.z for x in states_of(opt_state, contrib.ScheduleFreeState)]
+    found = [x.get("z") for _, x in states_of(opt_state, contrib.ScheduleFreeState)]
     return [z for z in found if jax.tree.leaves(z)]  # A mask may remove all of one.
 
 
@@ -69,20 +78,19 @@ def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
       opt_state: state of the optimizer.
       average: function of a tree like the params.
     """
-
-    def averaged(state: Any) -> Any:
-        # As in `own_models`.
-        if isinstance(state, contrib.ScheduleFreeState) and jax.tree.leaves(state.z):
-            return state._replace(z=average(state.z))
-        return state
-
-    is_one = lambda x: isinstance(x, contrib.ScheduleFreeState)  # noqa: E731
-    return jax.tree.map(averaged, opt_state, is_leaf=is_one)
+    leaves, structure = jax.tree.flatten(opt_state)
+    for numbers in own_models(structure.unflatten(range(len(leaves)))):
+        model = average(jax.tree.map(leaves.__getitem__, numbers))
+        for number, x in zip(
+            jax.tree.leaves(numbers), jax.tree.leaves(model), strict=True
+        ):
+            leaves[number] = x
+    return structure.unflatten(leaves)
 
 
 def map_keys(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
     """Applies the function to the random keys in the tree."""
-    return jax.tree.map(lambda x: function(x) if is_key(x) else x, tree)
+    return jax.tree.map(lambda x, k: function(x) if k else x, tree, keys_in(tree))
 
 
 def check_no_common_keys(states: Any) -> None:
@@ -91,7 +99,7 @@ def check_no_common_keys(states: Any) -> None:
     Args:
       states: states of transformations that are called before `decentralize`.
     """
-    if any(map(is_key, jax.tree.leaves(states))):
+    if any(jax.tree.leaves(keys_in(states))):
         raise ValueError(
             "a transformation before decentralize in a chain has a random key, like "
             "optax.add_noise, which is the same on all workers: put it inside, "
@@ -108,13 +116,46 @@ def folded(key: jax.Array, number: jax.Array) -> jax.Array:
     return fold(key, number)
 
 
-def is_key(x: Any) -> bool:
-    """Whether a leaf holds random keys, typed or (by its shape) raw."""
-    if is_typed_key(x):
+def keys_in(tree: Any) -> Any:
+    """Which leaves of a tree hold random keys, as a tree of booleans.
+
+    Typed keys do, and those in jax's old form if they are named so, as `key`,
+    `dropout_rng` or anything in `rngs`: counters and packed weights have their dtype
+    and shape too.
+    """
+
+    def holds(path: Any, x: Any) -> bool:
+        if is_typed_key(x):
+            return True
+        if not (_has_form_of_key(x) and _is_named_key(names_of(path))):
+            return False
+        warnings.warn(
+            f"{jax.tree_util.keystr(path)} is taken for a random key in jax's old "
+            "form, by its name: jax.random.key makes keys that nobody mistakes",
+            stacklevel=2,
+        )
         return True
+
+    return jax.tree.map_with_path(holds, tree)
+
+
+def _has_form_of_key(x: Any) -> bool:
     if jnp.result_type(x) != jnp.uint32:
         return False
     return jnp.shape(x)[-1:] == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+
+
+def _is_named_key(names: list[str]) -> bool:
+    *around, last = names or [""]
+    is_one = not _KEY_NAMES.isdisjoint(last.lower().split("_"))
+    return is_one or (last != "count" and "rngs" in around)
+
+
+def names_of(path: Any) -> list[str]:
+    """The names on the way to a leaf, without places in tuples."""
+    keys = (getattr(key, "name", getattr(key, "key", None)) for key in path)
+    # Of a variable of flax NNX.
+    return [key for key in keys if isinstance(key, str) and key != "value"]
 
 
 def own_keys(tree: Any, axis_name: AxisName) -> Any:
@@ -161,7 +202,60 @@ def is_typed_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def states_of(opt_state: Any, *kinds: type) -> list[Any]:
-    """The states of these types within an optimizer's state."""
-    is_one = lambda x: isinstance(x, kinds)  # noqa: E731
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
+def states_of(opt_state: Any, *kinds: type) -> list[tuple[type, dict[str, Any]]]:
+    """The states of these types within an optimizer's state: type and fields."""
+    is_one = lambda x: _kind_of(x, kinds) is not None  # noqa: E731
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_one)
+    found = [(_kind_of(x, kinds), x) for x in leaves]
+    return [(kind, _fields(x)) for kind, x in found if kind is not None]
+
+
+def is_of_optax(x: Any) -> bool:
+    """Whether it is a state of optax, or was one before it became a mapping."""
+    is_typed = type(x).__module__.startswith("optax.") and hasattr(x, "_fields")
+    return is_typed or _kind_of(x, _OF_OPTAX) is not None
+
+
+def leaves_of_others(opt_state: Any, *known: type) -> list[int]:
+    """The numbers of the leaves that neither optax nor this library keeps.
+
+    All of optax was tested; the states inside of its own may be anyone's.
+
+    Args:
+      opt_state: state of an optimizer, or what contains it.
+      known: types of this library that may have become mappings.
+    """
+
+    def is_known(x: Any) -> bool:
+        is_ours = hasattr(x, "_fields") and type(x).__module__.startswith("decentjax.")
+        return is_ours or is_of_optax(x) or _kind_of(x, known) is not None
+
+    def others(x: Any) -> Any:
+        if not is_known(x):
+            return x
+        inner = {name: part for name, part in _fields(x).items() if "state" in name}
+        return jax.tree.map(others, inner, is_leaf=is_known)
+
+    structure = jax.tree.structure(opt_state)
+    marked = structure.unflatten(range(structure.num_leaves))
+    return jax.tree.leaves(jax.tree.map(others, marked, is_leaf=is_known))
+
+
+def _kind_of(x: Any, kinds: tuple[type, ...]) -> type | None:
+    """Which of these named tuples it is, or was.
+
+    `nnx.split`, flax's `to_state_dict` and orbax make mappings of named tuples. Fields
+    without arrays, as the states of some optimizers inside, are then missing.
+    """
+    for kind in kinds:
+        names: set[str] = set(getattr(kind, "_fields", ()))
+        needed = {name for name in names if "state" not in name}
+        if isinstance(x, kind):
+            return kind
+        if isinstance(x, Mapping) and x and needed <= set(x) <= names:
+            return kind
+    return None
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    return dict(state) if isinstance(state, Mapping) else state._asdict()

@@ -24,7 +24,7 @@ from decentjax.local import (
 )
 from decentjax.loss import Metrics
 from decentjax.mixing import is_mixed
-from decentjax.state import WorkerState, check_optimizer
+from decentjax.state import WorkerState, check_arrays, check_optimizer
 
 # These skip the whole call: the inner state does not change either.
 _SKIP_WHOLE = "MultiSteps", "apply_if_finite"
@@ -83,6 +83,7 @@ def exact_diffusion(
     check_optimizer(inner)
 
     def init_fn(params):
+        check_arrays(params, "exact_diffusion")
         for x in map(jnp.asarray, jax.tree.leaves(params)):
             # The movements by exchanges are summed, and rounding errors with them.
             if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
@@ -134,7 +135,7 @@ class QuasiGlobalState(NamedTuple):
 
 def quasi_global_momentum(
     learning_rate: optax.ScalarOrSchedule, momentum: float = 0.9, nesterov: bool = False
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """QG-DSGDm: momentum of the model's movement instead of the worker's gradients.
 
         m <- b m + (1 - b) (x_before - x) / a_before
@@ -172,13 +173,15 @@ def quasi_global_momentum(
         return learning_rate(count) if callable(learning_rate) else learning_rate
 
     def init_fn(params):
+        check_arrays(params, "quasi_global_momentum")
         momentum = optax.tree.zeros_like(params)
         # A copy, so that a step can donate both.
         before = jax.tree.map(jnp.copy, params)
         start = jnp.zeros([], jnp.int32), momentum, before
         return QuasiGlobalState(*start, rate=jnp.zeros([], float))
 
-    def update_fn(updates, state, params=None):
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args  # For other transformations of a chain.
         if params is None:
             raise ValueError(
                 "quasi_global_momentum needs the params: pass them to update"
@@ -207,7 +210,7 @@ def quasi_global_momentum(
         rates = jnp.asarray(now, state.rate.dtype)
         return updates, QuasiGlobalState(state.count + 1, moved, params, rates)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def init_tracker(params: Any) -> Any:
@@ -259,6 +262,7 @@ def tracked(adapt: Adapt) -> Adapt:
         tracker, model = mixed
         _check_skips_nothing(opt_state)
         state = state._replace(params=params, opt_state=opt_state)
+        halves.check_keeps_averages(state)
         found = halves.gradient(state, batch)
         wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
         tracker = jax.tree.map(

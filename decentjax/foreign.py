@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
 from decentjax._collectives import sum_dtype
-from decentjax._lens import Lens, default_params, find_lens
+from decentjax._dataflow import ends_in_bound, summands
+from decentjax._lens import Copy, Lens, copies_of_params, default_params, find_lens
 from decentjax._own_models import check_averageable
 from decentjax.axis import bound_axis
+from decentjax.correction import ExactDiffusionState
 from decentjax.exchange import Topology
 from decentjax.local import Adapt, check_averages_nothing
 from decentjax.loss import check_call
@@ -31,6 +33,7 @@ from decentjax.state import WorkerState
 from decentjax.step import awc_step
 
 Plan = Topology | Rounds
+Order = Literal["beside", "after"]
 Run = Callable[[Adapt, Any], Any]
 """Maps (local update, plan) to a train step, as `gossip.Background` does."""
 
@@ -61,10 +64,13 @@ class WrappedStep:
         mesh: Mesh | None,
         params: Callable[[Any], Any] | None,
         run: Run | None,
+        order: Order | None,
     ):
         self._step, self._plan, self._mesh = train_step, plan, mesh
+        self._order = order
         self._select = params or default_params
         self._lens: Lens | None = None
+        self._copies: list[Copy] = []
         self._run = (run or functools.partial(_compiled, mesh=mesh))(self.local, plan)
 
     def init(
@@ -88,6 +94,7 @@ class WrappedStep:
           ValueError: if no params are found, or its arrays lie on another mesh.
         """
         self._lens = lens = find_lens(self._select, state)
+        self._copies = copies_of_params(lens, state, ExactDiffusionState)
         params, rest = lens.split(state)
         check_averages_nothing(rest, "wrap")
         check_averageable(rest)
@@ -95,12 +102,8 @@ class WrappedStep:
         extra = init_rounds(plan, params) if isinstance(plan, Rounds) else ()
         key = jax.random.key(0) if key is None else key
         count = _num_workers(plan)
-        # One by one: a typed key decides which arrays of a tree are keys.
-        parts = (
-            stack(part, count, self._mesh, workers)
-            for part in (params, rest, (), key, extra)
-        )
-        return WorkerState(*parts)
+        whole = WorkerState(params, rest, (), key, extra)
+        return stack(whole, count, self._mesh, workers)
 
     def __call__(self, state: WorkerState, batch: Any, step: int) -> tuple[Any, Any]:
         """Runs a step; the state's buffers are donated.
@@ -145,13 +148,38 @@ class WrappedStep:
     ) -> tuple[WorkerState, Any]:
         """The local update, for the steps and exchanges of this library."""
         lens = self._known()
+        if self._order == "after":
+            state = state._replace(params=mixed)
         before = lens.join(state.params, state.opt_state)
-        after, metrics = _called(self._step, before, batch)
+        after, metrics = _called(self._step, before, batch, self._check_keeps_averages)
         stepped, rest = lens.split(after)
         params = jax.tree.map(_moved, mixed, stepped, state.params)
         # Messages that are rounded at random take another key in each step.
         key = jax.random.fold_in(state.key, 0)
         return WorkerState(params, rest, (), key, state.extra), metrics
+
+    def _check_keeps_averages(self, program: ClosedJaxpr) -> None:
+        """Raises an error for a step that would leave or take back the averages."""
+        numbers, plan = self._known().numbers, self._plan
+        follows = self._order == "after" or isinstance(plan, Rounds)
+        for of, number, where in self._copies:
+            is_averaged = follows and number in numbers
+            if not is_averaged and summands(program, [of], [number]):
+                raise TypeError(
+                    f"train_step steps from {where}, a copy of the params, and so "
+                    "takes every average of them back: average it too, by "
+                    f"params=lambda state: (the params, {where}) and, over a topology, "
+                    'order="after"'
+                )
+        if self._order or _averages_alone(plan):
+            return
+        if ends_in_bound(program, numbers, numbers):
+            raise ValueError(
+                "train_step ends with a bound or a scale of the params, such as a "
+                "projection, which the params leave if its change is added to the "
+                'average: pass order="after" over a topology, for the step to begin '
+                'at the average, or order="beside" if they may'
+            )
 
     def _known(self) -> Lens:
         if self._lens is None:
@@ -178,6 +206,7 @@ def wrap(
     *,
     params: Callable[[Any], Any] | None = None,
     run: Run | None = None,
+    order: Order | None = None,
 ) -> WrappedStep:
     """Decentralizes a train step of one worker that knows nothing of workers.
 
@@ -206,6 +235,13 @@ def wrap(
       params: function that selects the params of a state, which are averaged; by
         default its attribute or item `params`, the `nnx.Param`s, or the first item of a
         tuple.
+      order: "after" has the step begin at the average of a topology,
+
+            x_i <- step(sum_j W_ij x_j)
+
+        for a step whose last operation has to hold, such as a projection or the float32
+        masters of narrow params; the gradient then waits for the messages. None is
+        "beside", the equation above, and refuses steps that end with a bound.
       run: function that maps the local update and the plan to a train step, instead of
         a compiled step: `functools.partial(gossip.Background, mesh=mesh)` exchanges in
         a second thread, `functools.partial(gossip.Peers, party=party)` between peers.
@@ -216,9 +252,11 @@ def wrap(
 
     Raises:
       TypeError: if the step is not a function of state and batch, or the plan is
-        neither topology nor rounds.
-      ValueError: if the mesh does not have the workers of the plan; at the first step,
-        if the train step averages over workers itself, or returns another state.
+        neither topology nor rounds; at the first step, if it steps from a copy of the
+        params that is not averaged.
+      ValueError: if the mesh does not have the workers of the plan, or for an order of
+        rounds; at the first step, if the train step averages over workers itself,
+        returns another state, or ends with a bound of the params and has no order.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -251,7 +289,14 @@ def wrap(
             "wanted a topology or rounds, such as topology.ring(8) or "
             f"methods.diloco(8), got {type(plan).__name__}"
         )
-    return WrappedStep(train_step, plan, mesh, params, run)
+    if order not in (None, "beside", "after"):
+        raise ValueError(f'order must be "beside" or "after", got {order!r}')
+    if order == "after" and isinstance(plan, Rounds):
+        raise ValueError(
+            'order="after" begins each step at the average of a topology, and rounds '
+            "average after their steps: leave it out, or pass a topology"
+        )
+    return WrappedStep(train_step, plan, mesh, params, run, order)
 
 
 def _compiled(local: Adapt, plan: Plan, mesh: Mesh | None) -> Any:
@@ -279,7 +324,15 @@ def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array
     return (mixed.astype(dtype) + change).astype(before.dtype)
 
 
-def _called(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+def _averages_alone(plan: Plan) -> bool:
+    """Whether a plan replaces models by averages of what the steps have made."""
+    is_rounds = isinstance(plan, Rounds)
+    return is_rounds and not (plan.schedule.delay or plan.outer or plan.compression)
+
+
+def _called(
+    step: Callable, state: Any, batch: Any, check: Callable[[ClosedJaxpr], None]
+) -> tuple[Any, Any]:
     """Calls the step, once it has been seen to do what it must."""
     # Traced once, to look at what it does and then to run it.
     with _explained():
@@ -288,8 +341,10 @@ def _called(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
     if (axis := bound_axis()) in _axes(traced.jaxpr):
         raise ValueError(
             f'train_step averages over the axis "{axis}" itself, so there would be '
-            "nothing left to average: leave out its pmean or psum over the workers"
+            "nothing left to average: leave out its pmean or psum over the workers, "
+            "or the decentralize around its optimizer"
         )
+    check(traced)
     outputs = jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch)))
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 

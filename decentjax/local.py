@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from decentjax._collectives import sum_dtype
-from decentjax._own_models import check_averageable, states_of
+from decentjax._dataflow import copies, summands
+from decentjax._own_models import check_averageable, leaves_of_others, states_of
 from decentjax._slices import by_compiler, specs_of
 from decentjax.loss import LossFn, Metrics, check_call, check_loss
 from decentjax.state import DecentralizeState, WorkerState, check_optimizer
@@ -90,8 +91,16 @@ class LocalUpdate:
     def __call__(
         self, state: WorkerState, batch: Any, mixed: Any
     ) -> tuple[WorkerState, Metrics]:
-        check_averageable(state.opt_state)
+        self.check_keeps_averages(state)
         return self.descend(self.gradient(state, batch), state, mixed)
+
+    def check_keeps_averages(self, state: WorkerState) -> None:
+        """Raises a TypeError for an optimizer whose steps undo an average of models."""
+        check_averageable(state.opt_state)
+        # An own function of the second half need not have one.
+        if optimizer := getattr(self.descend, "keywords", {}).get("optimizer"):
+            options = extra_arguments(optimizer, value=jnp.zeros([]))
+            check_keeps_no_model(optimizer, state.params, state.opt_state, **options)
 
 
 def local_update(
@@ -338,6 +347,40 @@ def extra_arguments(optimizer: optax.GradientTransformation, **given: Any) -> di
         return given
     names = {x.name for x in parameters}
     return {name: value for name, value in given.items() if name in names}
+
+
+def check_keeps_no_model(
+    optimizer: optax.GradientTransformation, params: Any, opt_state: Any, **options: Any
+) -> None:
+    """Raises a TypeError for an optimizer that steps from a copy of the params.
+
+    An exchange averages the params, and the update, `copy + step - params`, takes that
+    back. A copy that no update starts from, such as a moving average, does no harm.
+
+    Args:
+      optimizer: the optimizer.
+      params: params of one worker.
+      opt_state: its state.
+      options: keyword arguments of its update.
+    """
+    first = len(jax.tree.leaves(params))
+    try:
+        begun = jax.make_jaxpr(optimizer.init)(params)
+        kept = {*copies(begun, range(first))} & {*leaves_of_others(opt_state)}
+        if not kept:
+            return
+        update = functools.partial(optimizer.update, **options)
+        program = jax.make_jaxpr(update)(params, opt_state, params)
+    except TypeError:  # The step raises it again, and explains it.
+        return
+    for number in summands(program, range(first), [first + n for n in kept]):
+        path, _ = jax.tree.leaves_with_path(opt_state)[number - first]
+        raise TypeError(
+            f"the optimizer steps from {jax.tree_util.keystr(path) or 'its state'}, a "
+            "copy of the params, and so takes every average of them back: for float32 "
+            "masters of narrow params train float32 params, and cast them in the loss; "
+            "or use all_reduce_step, which averages gradients"
+        )
 
 
 def check_averages_nothing(opt_state: Any, what: str) -> None:

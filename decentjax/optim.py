@@ -24,6 +24,7 @@ from decentjax.local import (
     Gradient,
     LocalUpdate,
     check_averages_nothing,
+    check_keeps_no_model,
     extra_arguments,
 )
 from decentjax.mixing import axis_size, mix
@@ -113,7 +114,9 @@ def scale_by_accum_adam(
     adam: Any = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     def init_fn(params):
-        params = jax.tree.map(jnp.asarray, params)
+        # Numbers of Python become arrays; shapes stay what they are.
+        is_array = lambda x: hasattr(x, "dtype")  # noqa: E731
+        params = jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), params)
         acc = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
         window = (
             () if is_fixed else (jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
@@ -426,6 +429,8 @@ def _in_order(
         axis_size(axis_name)
         _check_can_mix(params, axis_name)
         check_no_common_keys(states_before())
+        options = extra_arguments(inner, **extra_args)
+        check_keeps_no_model(inner, params, state.inner_state, **options)
 
         # A step of `decentjax.step`, with the gradient in place of the batch, and the
         # count in place of the key.

@@ -43,7 +43,7 @@ from decentjax.local import Adapt
 from decentjax.loss import Metrics, check_call
 from decentjax.mixing import is_mixed
 from decentjax.schedule import Event, Fragment, Round, Schedule
-from decentjax.state import WorkerState, check_optimizer
+from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.step import Mix, mix_workers
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -247,6 +247,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
       >>> extra, key = init_rounds(rounds, params), jax.random.key(0)
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
+    check_arrays(params, "init_rounds")
     _check_rounds(rounds)
     if not rounds.tracking:
         return _init_carried(rounds, params)

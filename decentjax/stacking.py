@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import names_of
+from decentjax._own_models import keys_in
 from decentjax._slices import is_spec, only
 from decentjax.axis import axis_of
 from decentjax.placement import check_mesh
-from decentjax.state import check_workers, keys_in, own_rows, rows_of
+from decentjax.state import check_arrays, check_workers, own_rows, rows_of
 
 
 def stack(
@@ -24,7 +25,9 @@ def stack(
 ) -> Any:
     """Returns the tree of all workers: each leaf once for each, [N, ...].
 
-    Random keys become each worker's own: the number of the worker is folded in.
+    Random keys become each worker's own: the number of the worker is folded in. These
+    are typed keys, and those in jax's old form in a part that is named so, such as
+    `key`, `dropout_rng`, or within `rngs`.
 
     Args:
       tree: any pytree of arrays, as a train state or a module of flax NNX; the same in
@@ -46,6 +49,7 @@ def stack(
       (4, 3, 2)
     """
     check_workers(num_workers, workers)
+    check_arrays(tree, "this function")
     numbers = np.arange(num_workers) if workers is None else np.asarray(workers)
     if mesh is None:
         return own_rows(tree, numbers)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from decentjax._own_models import folded, is_key, is_typed_key, map_keys
+from decentjax._own_models import folded, keys_in, map_keys
 
 
 class WorkerState(NamedTuple):
@@ -50,7 +50,8 @@ def init_state(
       key: random key, split among the workers.
       num_workers: N.
       model_state: model state of one model; random keys in it are split among the
-        workers.
+        workers: typed keys, and those in jax's old form in a part that is named so,
+        such as `key`, `dropout_rng`, or within `rngs`.
       workers: numbers of the workers to initialise, as `local_workers(mesh)` in a job
         of several processes; by default all.
       extra: the algorithm's own state of one worker.
@@ -75,6 +76,7 @@ def init_state(
     if not hasattr(key, "dtype"):
         raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
     check_workers(num_workers, workers)
+    check_arrays((params, model_state, extra), "init_state")
     if not jax.tree.leaves(params):
         raise ValueError("nothing to train: the params have no leaves")
     numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
@@ -89,6 +91,15 @@ def init_state(
     # Some optimizers keep the params themselves, but a buffer is donated only once.
     opt_state = jax.tree.map(lambda x: strong(x.copy()), opt_state)
     return WorkerState(params, opt_state, model_state, keys, extra)
+
+
+def check_arrays(tree: Any, what: str) -> None:
+    """Raises a TypeError for the shape of an array in the place of an array."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        raise TypeError(
+            f"{what} takes arrays, got the shape of one: call it on shapes by "
+            "jax.eval_shape"
+        )
 
 
 def check_workers(num_workers: int, workers: Sequence[int] | None) -> None:
@@ -118,13 +129,6 @@ def rows_of(numbers: ArrayLike, x: Any, holds_keys: bool) -> jax.Array:
         return _rows(x, len(numbers))
     # With the same key all workers would drop the same units and add the same noise.
     return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
-
-
-def keys_in(tree: Any) -> Any:
-    """Which leaves of a tree hold random keys, as a tree of booleans."""
-    # Counts of draws next to a key, as of flax NNX, may look like a raw key.
-    has_typed = any(map(is_typed_key, jax.tree.leaves(tree)))
-    return jax.tree.map(is_typed_key if has_typed else is_key, tree)
 
 
 def _rows(x: Any, count: int) -> jax.Array:

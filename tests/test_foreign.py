@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -409,6 +409,233 @@ def test_z_of_schedule_free_optimizers_is_averaged(form):
         assert min(jax.tree.leaves(moved)) > 1e-3
 
 
+FORMS = {
+    "mapping": (serialization.to_state_dict, serialization.from_state_dict),
+    "nested": (
+        lambda state: {"in": [serialization.to_state_dict(state)]},
+        lambda like, state: serialization.from_state_dict(like, state["in"][0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_z_is_averaged_in_states_that_have_become_mappings(form, n):
+    write, read = FORMS[form]
+    rate, b1, first = 0.1, 0.9, {"w": jnp.full(1, 5.0)}
+    optimizer = optax.contrib.schedule_free_sgd(rate, b1=b1)
+    begun = optimizer.init(first)
+
+    def train_step(state, goal):
+        params, opt_state = state["params"], read(begun, state["rest"])
+        grads = {"w": params["w"] - goal}
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return {"params": params, "rest": write(opt_state)}, ()
+
+    step = wrap(train_step, topology.ring(n))
+    state = step.init({"params": first, "rest": write(begun)})
+    goals = np.arange(n, dtype="float32")[:, None]
+    y, z, matrix = *np.full((2, n, 1), 5.0), topology.matrices(topology.ring(n))[0]
+    for t in range(30):
+        state, _ = step(state, goals, t)
+        x, z_new = (y - (1 - b1) * z) / b1, z - rate * (y - goals)
+        x = x + (z_new - x) / (t + 1)
+        y_new = b1 * x + (1 - b1) * z_new
+        y, z = matrix @ y + (y_new - y), matrix @ z + (z_new - z)
+    found, (found_z,) = state.params
+    np.testing.assert_allclose(found["w"], y, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(jax.tree.leaves(found_z)[0], z, rtol=0, atol=1e-4)
+
+
+def test_optimizers_of_a_split_state_of_nnx_are_known():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def first(optimizer):
+        one = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+        split = nnx.split((model, one))[1]
+        for state in (split, nnx.to_pure_dict(split)):
+            yield lens_of(state)
+
+    free = optax.contrib.schedule_free_sgd(0.1)
+    for found in first(optax.chain(optax.clip(1.0), free)):
+        assert len(jax.tree.leaves(found.params)) == 4
+    for optimizer in (optax.rprop(0.1), optax.contrib.prodigy()):
+        with pytest.raises(TypeError, match="does not keep averaged models"):
+            next(first(optax.MultiSteps(optimizer, 2)))
+
+
+CONSTRAINTS = {
+    "box": lambda x: np.clip(x, -0.1, 0.2),
+    "not_negative": lambda x: np.maximum(x, 0),
+    "norm": lambda x: x / np.sqrt((x**2).sum(-1, keepdims=True)),
+}
+
+
+def projecting(name):
+    """A step of the rate 1/2 toward a goal, and then onto a set, of numbers."""
+
+    def train_step(state, goal):
+        x = state["x"]
+        x = x - 0.5 * (x - goal)
+        if name == "box":
+            x = jnp.clip(x, -0.1, 0.2)
+        elif name == "not_negative":
+            x = jax.jit(optax.projections.projection_non_negative)(x)
+        else:
+            x = x / jnp.linalg.norm(x)
+        return {"x": x}, goal.sum()
+
+    return functools.partial(wrap, train_step, params=lambda state: state["x"])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_step_after_the_average_ends_where_it_projects(name, on_devices, n):
+    graph = topology.ring(n) if n < 5 else topology.one_peer_exponential(4)
+    n = graph.num_workers
+    mesh = worker_mesh(n) if on_devices else None
+    step = projecting(name)(graph, mesh, order="after")
+    state = step.init({"x": jnp.full(3, 0.1)})
+    draw, wanted = np.random.default_rng(n), np.full((n, 3), 0.1)
+    for t in range(8):
+        goals = draw.standard_normal((n, 3)).astype("float32")
+        state, _ = step(state, place(goals, mesh) if mesh else goals, t)
+        mixed = topology.matrices(graph)[t % graph.period] @ wanted
+        wanted = CONSTRAINTS[name](mixed - 0.5 * (mixed - goals))
+    np.testing.assert_allclose(state.params, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_step_after_the_average_waits_for_a_second_thread():
+    mesh, graph = worker_mesh(4), topology.ring(4)
+    goals = np.arange(12, dtype="float32").reshape(4, 3) / 10 - 0.6
+    found = []
+    for run_it in (None, functools.partial(gossip.Background, mesh=mesh)):
+        with projecting("box")(graph, mesh, order="after", run=run_it) as step:
+            state = step.init({"x": jnp.zeros(3)})
+            for t in range(5):
+                state, _ = step(state, place(goals, mesh), t)
+            step.settle()
+            found.append(np.asarray(state.params))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
+    assert found[0].min() == np.float32(-0.1)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_step_that_ends_in_a_projection_needs_an_order(name):
+    make, goals = projecting(name), np.ones((4, 3), "float32")
+    late = Rounds(schedule.every(topology.ring(4), 2, delay=1))
+    for plan in (topology.ring(4), methods.diloco(4, num_steps=2), late):
+        step = make(plan)
+        with pytest.raises(ValueError, match=r'projection, .* pass order="after"'):
+            step(step.init({"x": jnp.ones(3)}), goals, 0)
+    for plan, order in (
+        (topology.ring(4), "beside"),
+        (methods.local_sgd(topology.ring(4), num_steps=1), None),
+    ):
+        step = make(plan, order=order)
+        step(step.init({"x": jnp.ones(3)}), goals, 0)
+    with pytest.raises(ValueError, match="rounds average after their steps"):
+        make(methods.diloco(4), order="after")
+    with pytest.raises(ValueError, match='order must be "beside" or "after"'):
+        make(topology.ring(4), order="before")
+
+
+def step_of_masters(state, goal):
+    """Of params that are float32 masters, rounded."""
+    params, master = state["params"], state["opt"]["master"]
+    change = jax.tree.map(lambda p: 0.1 * (p.astype("float32") - goal), params)
+    master = jax.tree.map(jnp.subtract, master, change)
+    updates = jax.tree.map(lambda m, p: m.astype(p.dtype) - p, master, params)
+    params = optax.apply_updates(params, updates)
+    return {"params": params, "opt": {"master": master}}, goal
+
+
+def masters(first):
+    wide = {"w": jnp.asarray(first, "float32")}
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+    return {"params": narrow, "opt": {"master": wide}}
+
+
+def both(state):
+    return state["params"], state["opt"]["master"]
+
+
+@pytest.mark.parametrize("first", [np.zeros(3), np.ones(3), np.arange(3) / 7])
+def test_a_copy_from_which_a_step_starts_is_averaged_or_refused(first):
+    message = r"steps from state\['opt'\]\['master'\], a copy of the params"
+    goals, graph = np.zeros((4, 3), "float32") + np.arange(4)[:, None], topology.ring(4)
+    goals = goals.astype("float32")
+    rounds = methods.local_sgd(graph, num_steps=1)
+    for plan, select in ((graph, None), (rounds, None), (graph, both)):
+        step = wrap(step_of_masters, plan, params=select)
+        with pytest.raises(TypeError, match=message):
+            step(step.init(masters(first)), goals, 0)
+    step = wrap(step_of_masters, graph, params=both, order="after")
+    state = step.init(masters(first))
+    wanted, matrix = np.tile(first, (4, 1)), topology.matrices(graph)[0]
+    for t in range(60):
+        state, _ = step(state, goals, t)
+        wanted = matrix @ wanted
+        wanted = wanted - 0.1 * (wanted - goals)
+    params, master = state.params
+    np.testing.assert_allclose(master["w"], wanted, rtol=0, atol=0.02)
+    np.testing.assert_array_equal(params["w"], master["w"].astype(jnp.bfloat16))
+    step = wrap(step_of_masters, rounds, params=both)
+    step(step.init(masters(first)), goals, 0)
+
+
+@pytest.mark.parametrize("first", [np.zeros(3), np.ones(3), np.arange(3.0)])
+def test_copies_and_moments_from_which_no_step_starts_stay(first):
+    first = jnp.asarray(first, "float32")
+    optimizer = optax.chain(optax.scale_by_rms(initial_scale=1.0), optax.scale(-0.1))
+
+    def train_step(state, goal):
+        grads = state["params"] + state["target"] - goal
+        speed = 0.9 * state["speed"] - 0.1 * grads
+        updates, rest = optimizer.update(grads, state["rest"])
+        params = optax.apply_updates(state["params"], updates) + speed
+        mean = 0.9 * state["mean"] + 0.1 * params
+        new = {"params": params, "rest": rest, "speed": speed, "mean": mean}
+        return {**new, "target": state["target"]}, goal
+
+    state = {"params": first, "rest": optimizer.init(first), "speed": jnp.zeros(3)}
+    state |= {"mean": first + 0, "target": first + 0}
+    step = wrap(train_step, topology.ring(2))
+    step(step.init(state), np.ones((2, 3), "float32"), 0)
+
+
+def test_copies_are_not_looked_for_in_shapes():
+    step = wrap(step_of_masters, topology.ring(2))
+    found = jax.eval_shape(step.init, masters(np.ones(3)))
+    assert found.params["w"].shape == (2, 3)
+    shapes = jax.eval_shape(lambda: masters(np.ones(3)))
+    with pytest.raises(TypeError, match=r"got the shape of one: call it .*eval_shape"):
+        step.init(shapes)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("order", ["beside", "after"])
+def test_the_rate_is_bounded_by_curvature_and_the_least_eigenvalue(n, order):
+    curvature, graph = 4.0, topology.ring(n)
+    least = np.linalg.eigvalsh(topology.matrices(graph)[0])[0]
+    bound = (1 + least if order == "beside" else 2) / curvature
+    for factor in (0.97, 1.03):
+
+        def train_step(state, batch, rate=factor * bound):
+            grads = curvature * (state["params"] - batch)
+            return {"params": state["params"] - rate * grads}, ()
+
+        step = wrap(train_step, graph, order=order)
+        state = step.init({"params": jnp.ones(())})
+        goals = np.random.default_rng(0).standard_normal(n).astype("float32")
+        for t in range(400):
+            state, _ = step(state, goals, t)
+        assert (np.abs(state.params).max() < 100) == (factor < 1)
+
+
 def test_weight_decay_is_that_of_the_workers_own_model():
     optimizer = optax.sgd(0.1)
     decayed = optax.chain(optax.add_decayed_weights(0.3), optimizer)
@@ -542,6 +769,17 @@ def of_nnx():
     return nnx.split((optimizer, model))[1]
 
 
+def of_two_models():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    return nnx.split((nnx.clone(model), model))[1]
+
+
+def of_named_parts():
+    """Moments of a state of NNX are `nnx.Param`s too."""
+    model = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    return {"model": model, "opt": optax.adam(0.1).init(model)}
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -570,6 +808,27 @@ def of_nnx():
             lambda: lens_of(start(decentralize(OPTIMIZER, topology.ring(2), AXIS))),
             "the optimizer averages the models itself.*and so does wrap",
         ),
+        (
+            lambda: lens_of((jnp.ones(2), jnp.zeros(2), ADAM)),
+            "the first two items .* are alike, .*or state",
+        ),
+        (lambda: lens_of(of_two_models()), "the first two items .* are alike"),
+        (
+            lambda: lens_of((serialization.to_state_dict(ADAM), jnp.ones(2))),
+            "the first item .* put the model first",
+        ),
+        (
+            lambda: lens_of({"opt": ADAM, "model": jnp.ones(2)}),
+            r"params=lambda state: state\['model'\]",
+        ),
+        (
+            lambda: lens_of({"ema_params": jnp.ones(2), "net": jnp.ones(2)}),
+            r"params=lambda state: state\['net'\]",
+        ),
+        (
+            lambda: lens_of(of_named_parts()),
+            r"or several .*params=lambda state: state\['model'\]",
+        ),
         (lambda: lens_of(start(optax.rprop(0.1))), "does not keep averaged models"),
         (
             lambda: wrap(own_step, topology.ring(2))(start(), batches(2)[0], 0),
@@ -586,6 +845,7 @@ def lens_of(state, params=None):
     return wrap(own_step, topology.ring(2), params=params).init(state)
 
 
+@pytest.mark.filterwarnings("ignore:.*is taken for a random key")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_stack_keeps_what_is_sharded_inside_a_worker(kind):
     mesh = jax.make_mesh((2, 4), (AXIS, "fsdp"), axis_types=(kind, kind))
@@ -599,7 +859,7 @@ def test_a_stack_keeps_what_is_sharded_inside_a_worker(kind):
         "both": jax.device_put(np.arange(8.0), both),
         "host": w,
         "key": key,
-        "raw": jax.random.PRNGKey(3),
+        "raw_key": jax.random.PRNGKey(3),
     }
     found = stack(tree, 2, mesh)
     specs = jax.tree.map(lambda x: x.sharding.spec, found)
@@ -618,9 +878,10 @@ def raw_bits(x):
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
+@pytest.mark.filterwarnings("ignore:.*is taken for a random key")
 def test_a_stack_has_the_keys_of_init_state():
     keys = {"typed": jax.random.key(3), "count": jnp.zeros(2, jnp.uint32)}
-    raw = {"raw": jax.random.PRNGKey(3)}
+    raw = {"rngs": {"dropout": jax.random.PRNGKey(3)}}
     for tree in (keys, raw):
         state = init_state(jnp.zeros(1), optax.sgd(1), jax.random.key(0), 3, tree)
         found = stack(tree, 3)

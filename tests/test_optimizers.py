@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization
 from optax import contrib
 
 from decentjax import (
@@ -18,17 +20,22 @@ from decentjax import (
     awc_step,
     decentralize,
     decentralize_atc,
+    decentralize_rounds,
+    exact_diffusion,
     gossip,
     init_rounds,
     init_state,
     methods,
     on_mesh,
     over_workers,
+    quasi_global_momentum,
     round_step,
     simulate,
     topology,
     worker_mesh,
 )
+from decentjax._own_models import check_averageable, own_models
+from decentjax.local import check_averages_nothing
 
 N = 4
 DATA = np.random.default_rng(0).standard_normal((N, 4, 3)).astype(np.float32) * 2
@@ -154,6 +161,124 @@ def test_an_optimizer_that_undoes_the_average_is_refused(name):
         whole = make(optax.masked(optimizer, True), topology.ring(N), AXIS)
         with pytest.raises(TypeError, match=message):
             _updated(whole)
+
+
+WRAPPERS = {
+    "alone": lambda x: x,
+    "chain": lambda x: optax.chain(optax.clip(1.0), x),
+    "masked": lambda x: optax.masked(x, True),
+    "MultiSteps": lambda x: optax.MultiSteps(x, 2),
+    "partition": lambda x: optax.partition({"all": x}, "all"),
+    "apply_if_finite": lambda x: optax.apply_if_finite(x, 2),
+}
+
+
+def _split(state):
+    """As `nnx.split` leaves the state of an `nnx.Optimizer`: without empty parts."""
+    mapping = serialization.to_state_dict(state)
+
+    def kept(x):
+        if not isinstance(x, dict):
+            return x
+        return {k: kept(v) for k, v in x.items() if jax.tree.leaves(v)}
+
+    return nnx.State(kept(mapping))
+
+
+@pytest.mark.parametrize("form", [serialization.to_state_dict, _split])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_state_is_known_without_its_type(wrapper, form):
+    for name, optimizer in (AVERAGED | REFUSED).items():
+        if name in ("MultiSteps", "split_real_and_imaginary") and wrapper != "alone":
+            continue
+        state = form(WRAPPERS[wrapper](optimizer).init(START))
+        if name in REFUSED:
+            with pytest.raises(TypeError, match="does not keep averaged models"):
+                check_averageable(state)
+        else:
+            check_averageable(state)
+        assert len(own_models(state)) == name.startswith("schedule_free")
+        check_averages_nothing(state, "this")
+
+
+def test_rounds_inside_are_known_without_their_type():
+    whole = decentralize_rounds(optax.adam(0.1), methods.diloco(N, 5), AXIS)
+    for form in (serialization.to_state_dict, _split):
+        with pytest.raises(TypeError, match="averages the models itself"):
+            check_averages_nothing(form(whole.init(START)), "this")
+
+
+class Masters(NamedTuple):
+    master: Any
+    inner: Any
+
+
+def with_masters(inner, slow=0.0):
+    """Steps from float32 masters, or back to what is slow, of the params."""
+
+    def init(params):
+        master = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return Masters(master, inner.init(master))
+
+    def update(grads, state, params):
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, inner_state = inner.update(wide, state.inner, state.master)
+        master = optax.apply_updates(state.master, updates)
+        master = jax.tree.map(lambda m, p: m + slow * (p - m), master, params)
+        out = jax.tree.map(lambda m, p: m.astype(p.dtype) - p, master, params)
+        return out, Masters(master, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def with_average(inner):
+    """Keeps a moving average of the params, from which no update starts."""
+
+    def update(grads, state, params):
+        updates, inner_state = inner.update(grads, state.inner, params)
+        moved = optax.apply_updates(params, updates)
+        mean = jax.tree.map(lambda m, x: 0.9 * m + 0.1 * x, state.master, moved)
+        return updates, Masters(mean, inner_state)
+
+    init = lambda params: Masters(params, inner.init(params))  # noqa: E731
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_masters,
+        functools.partial(with_masters, slow=0.5),
+        lambda x: optax.chain(optax.clip(1.0), with_masters(x)),
+        lambda x: optax.masked(with_masters(x), True),
+        lambda x: optax.MultiSteps(with_masters(x), 2),
+        lambda x: optax.inject_hyperparams(lambda c: with_masters(x))(0.1),
+    ],
+)
+def test_an_optimizer_that_steps_from_a_copy_is_refused(make, dtype, n):
+    optimizer, start = make(optax.sgd(0.1, momentum=0.9)), jnp.zeros((2, 3), dtype)
+    loss_fn = lambda p, s, b, k: (jnp.sum(p * b), (s, {}))  # noqa: E731
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    state = init_state(start, optimizer, jax.random.key(0), n)
+    message = r"steps from .*master, a copy of the params, .* takes every average"
+    for order in (awc_step, atc_step):
+        step = simulate(functools.partial(order, adapt=local), topology.ring(n))
+        with pytest.raises(TypeError, match=message):
+            step.lower(state, jnp.ones((n, 2, 3)), 0)
+    whole = decentralize(optimizer, topology.ring(n), AXIS)
+    with pytest.raises(TypeError, match=message):
+        _updated(whole, jnp.zeros((n, 2, 3), dtype))
+    step = simulate(functools.partial(all_reduce_step, adapt=local), topology.ring(n))
+    step.lower(state, jnp.ones((n, 2, 3)), 0)  # Averages gradients.
+
+
+def test_a_copy_from_which_no_step_starts_is_allowed():
+    inner = {"plain": optax.adam(0.1), "kept": exact_diffusion(optax.sgd(0.1))}
+    inner |= {"quasi": quasi_global_momentum(0.1), "dog": contrib.dog(1.0)}
+    for one in inner.values():
+        assert _updated(decentralize(with_average(one), topology.ring(N), AXIS))
 
 
 def test_an_optimizer_that_takes_no_loss_gets_no_loss():
@@ -312,6 +437,7 @@ def test_where_z_would_not_be_averaged_schedule_free_is_refused():
     ],
     ids=["noisy_sgd", "add_noise", "dpsgd", "old_key", "key", "keys", "old_keys"],
 )
+@pytest.mark.filterwarnings("ignore:.*is taken for a random key")
 @pytest.mark.parametrize("how", ["init_state", "decentralize", "init_in_axis"])
 def test_each_worker_draws_noise_of_its_own(make, how):
     optimizer, n = make(), 5
@@ -353,16 +479,18 @@ def _private():
 
 
 def _with_keys(keys):
-    """Noise by keys in a state without names, beside a number of the dtype of keys."""
+    """Noise by keys that are named so, beside a number of the dtype of keys."""
     is_old = not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     first = lambda keys: keys.reshape(-1, *keys.shape[keys.ndim - is_old :])[0]  # noqa: E731
 
     def update(updates, state, params=None):
-        keys, count = state
+        keys, count = state["noise_key"], state["count"]
         draw = jax.random.fold_in(first(keys), count)
-        return updates + jax.random.normal(draw, updates.shape), (keys, count + 1)
+        state = {"noise_key": keys, "count": count + 1}
+        return updates + jax.random.normal(draw, updates.shape), state
 
-    return optax.GradientTransformation(lambda params: (keys, jnp.uint32(0)), update)
+    first_state = {"noise_key": keys, "count": jnp.uint32(0)}
+    return optax.GradientTransformation(lambda params: first_state, update)
 
 
 def _named(*transformations):
@@ -371,6 +499,7 @@ def _named(*transformations):
 
 @pytest.mark.parametrize("chain", [optax.chain, _named])
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)])
+@pytest.mark.filterwarnings("ignore:.*is taken for a random key")
 def test_noise_before_decentralize_in_a_chain_is_refused(chain, key):
     after = optax.masked(decentralize(optax.sgd(0.1), topology.ring(N), AXIS), True)
     message = "has a random key, .* is the same on all workers: put it inside"

@@ -35,6 +35,7 @@ from decentjax import (
     over_workers,
     place,
     simulate,
+    stack,
     topology,
     worker_mesh,
 )
@@ -609,11 +610,42 @@ def test_all_workers_start_from_one_model_with_keys_of_their_own():
     same = lambda stacked, x: np.array_equal(stacked, np.stack([x] * 3))  # noqa: E731
     assert jax.tree.all(jax.tree.map(same, state.opt_state, moments))
     old = {"key": jax.random.PRNGKey(1), "draws": np.arange(3, dtype="uint32")}
-    other = init_state(problem.start, optimizer, jax.random.key(0), 3, old).model_state
+    with pytest.warns(UserWarning, match=r"'key'\] is taken for a random key in jax's"):
+        first = init_state(problem.start, optimizer, jax.random.key(0), 3, old)
+    other = first.model_state
     assert other["draws"].tolist() == [[0, 1, 2]] * 3
     for keys in (state.key, state.model_state["key"], other["key"]):
         data = keys if keys.dtype == "uint32" else jax.random.key_data(keys)
         assert len(np.unique(data, axis=0)) == 3
+
+
+HALVES = jnp.arange(8, dtype=jnp.uint32).reshape(4, 2)
+KEYLESS = {"hits": HALVES[0], "packed": HALVES, "rngs": {"count": HALVES[1]}}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_numbers_of_the_form_of_a_key_stay_what_they_are(n):
+    def first(params):
+        return {"tables": params, "keyed": (HALVES, HALVES[0]), "monkey": HALVES}
+
+    update = lambda u, s, p=None: (u, s)  # noqa: E731
+    optimizer = optax.GradientTransformation(first, update)
+    state = init_state({"w": HALVES}, optimizer, jax.random.key(0), n, KEYLESS)
+    wanted = {"w": HALVES}, first({"w": HALVES}), KEYLESS
+    for tree in (state[:3], stack(wanted, n)):
+        rows = jax.tree.map(lambda x: np.stack([x] * n), wanted)
+        jax.tree.map(np.testing.assert_array_equal, tree, rows)
+
+
+@pytest.mark.parametrize(
+    "name", ["key", "rng", "dropout_rng", "rng_key", "prng_key", "keys"]
+)
+def test_old_keys_are_known_by_their_names(name):
+    tree = {"first": {name: jax.random.PRNGKey(1)}, "seen": HALVES[0]}
+    with pytest.warns(UserWarning, match=f"{name}.* is taken for a random key"):
+        found = stack(tree, 3)
+    assert len(np.unique(found["first"][name], axis=0)) == 3
+    np.testing.assert_array_equal(found["seen"], np.stack([HALVES[0]] * 3))
 
 
 @pytest.mark.parametrize("workers", [[2, 0], [1], range(3)])

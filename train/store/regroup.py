@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax import WorkerState
+from decentjax.state import folded, keys_in
 from train.store.checkpoints import read_part
-from train.store.fits import is_key
 
 How = Literal["mean", "repeat", "select"]
 
@@ -46,19 +46,16 @@ def restore_rows(
             like.shape, like.sharding, lambda index: new[index]
         )
 
-    def new(rows: Any, like: jax.Array) -> jax.Array:
-        return _folded(like, step) if is_key(like) else placed(rows, like)
+    def new(rows: Any, like: jax.Array, is_key: bool) -> jax.Array:
+        return _folded(like, step) if is_key else placed(rows, like)
 
     rows = read_part(path, jax.tree.map(saved, parts))
     return state._replace(
-        **jax.tree.map(new, rows, parts), key=_folded(state.key, step)
+        **jax.tree.map(new, rows, parts, keys_in(parts)), key=_folded(state.key, step)
     )
 
 
-@jax.jit
-def _folded(keys: jax.Array, step: int) -> jax.Array:
-    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.ravel(), step)
-    return folded.reshape(keys.shape)
+_folded = jax.jit(folded)
 
 
 def as_rows(rows: np.ndarray, num_workers: int, how: How) -> np.ndarray:
