@@ -19,6 +19,7 @@ from decentjax.exchange import (
     check_topology,
     check_whole,
     count_nodes,
+    diameter,
     messages_of,
     workers_of,
 )
@@ -410,34 +411,20 @@ def _graph_row(
     topology: Topology, model_bytes: float, workers_per_node: int | None
 ) -> GraphRow:
     sent, period = traffic(topology, model_bytes, workers_per_node), topology.period
-    diameter = _diameter(topology)
+    hears_all_after = diameter(topology.exchanges)
     return GraphRow(
         topology.name,
         topology.num_workers,
         period,
-        diameter is not None,
+        hears_all_after is not None,
         1 - (1 - spectral_gap(topology)) ** (1 / period),
         consensus_factor(topology) ** (1 / period),
         exact_after(topology),
-        diameter,
+        hears_all_after,
         float(np.mean([one.messages.mean() for one in sent])),
         float(np.mean([one.worker_bytes.mean() for one in sent])),
         float(max(one.node_bytes.max() for one in sent)),
     )
-
-
-def _diameter(topology: Topology) -> int | None:
-    """The number of exchanges until each worker has heard from each other."""
-    heard, known = np.eye(topology.num_workers), -1
-    for step in range(topology.period * topology.num_workers + 1):
-        if heard.all():
-            return step
-        if step % topology.period == 0:
-            if heard.sum() == known:
-                break  # Nothing new in a period, so never.
-            known = heard.sum()
-        heard = (apply(topology[step], heard) > 0).astype(float)
-    return None
 
 
 def _period_product(topology: Topology) -> np.ndarray:

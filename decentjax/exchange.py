@@ -9,13 +9,16 @@ import dataclasses
 import functools
 import math
 import reprlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from decentjax._birkhoff import edge_colouring
 from decentjax._drawing import MOST_DRAWN, MOST_WORKERS, DrawnExchange, draw_exchanges
+
+MENU = "menu"  # Name of the topology of all exchanges that a policy may choose.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,6 +312,83 @@ def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
         mixed = sum(weight * nodes[list(sources)] for weight, sources in weighted)
     spread = np.repeat(mixed, exchange.workers_per_node, axis=0)
     return (1 - exchange.factor) * values + exchange.factor * spread
+
+
+def warn_of_parts(name: str, exchanges: Sequence[Exchange]) -> None:
+    """Warns if models can never agree: some worker never hears from some other.
+
+    `topology.alone` asks for that by its name.
+
+    Args:
+      name: name of the topology or schedule.
+      exchanges: exchanges that are taken in turn.
+    """
+    if name.startswith("alone") or is_connected(tuple(exchanges)):
+        return
+    # One text, and one place, for all plans of a process: Python shows it once.
+    warnings.warn(
+        "the graph is not connected: there are workers that never hear from each "
+        "other, so their models never agree, and the mean of these is no model that "
+        "was trained; add edges between the parts, or a mean of all now and then, "
+        "topology.with_mean_every",
+        stacklevel=1,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def is_connected(exchanges: tuple[Exchange, ...]) -> bool:
+    """Whether each worker hears from each other, over several of these exchanges."""
+    count = exchanges[0].num_workers
+    senders, receivers = np.concatenate([*map(_pairs, exchanges)], axis=1)
+
+    def reach_all(begin: np.ndarray, end: np.ndarray) -> bool:
+        found = np.arange(count) == 0
+        while True:
+            before = found.sum()
+            found[end[found[begin]]] = True
+            if found.sum() == before:
+                return bool(found.all())
+
+    if not (reach_all(senders, receivers) and reach_all(receivers, senders)):
+        return False
+    # Models that only move from worker to worker meet each other, and never agree.
+    return all(map(_keeps_own, exchanges)) or diameter(exchanges) is not None
+
+
+def diameter(exchanges: Sequence[Exchange]) -> int | None:
+    """The number of exchanges until each worker has heard from each other."""
+    heard, known = np.eye(exchanges[0].num_workers), -1
+    for step in range(len(exchanges) * len(heard) + 1):
+        if heard.all():
+            return step
+        if step % len(exchanges) == 0:
+            if heard.sum() == known:
+                break  # Nothing new in a period, so never.
+            known = heard.sum()
+        heard = (apply(exchanges[step % len(exchanges)], heard) > 0).astype(float)
+    return None
+
+
+def _pairs(exchange: Exchange) -> np.ndarray:
+    """Sender and receiver of single workers, [2, M], of which paths consist."""
+    between, local = exchange.between, exchange.workers_per_node
+    if isinstance(between, Groups):
+        members = np.array(between.members)
+        pairs = np.stack([members, np.roll(members, 1, axis=1)]).reshape(2, -1)
+    else:
+        pairs = messages_of(between)
+    workers = np.arange(exchange.num_workers).reshape(-1, local)
+    inside = np.stack([workers, np.roll(workers, 1, axis=1)]).reshape(2, -1)
+    return np.concatenate([pairs * local, inside], axis=1)
+
+
+def _keeps_own(exchange: Exchange) -> bool:
+    """Whether each worker's own model has a weight."""
+    between = exchange.between
+    if isinstance(between, Groups) or exchange.factor < 1:
+        return True
+    own = np.equal(between.sources, np.arange(between.size))
+    return bool((np.array(between.weights) @ own > 0).all())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,7 @@ class WrappedStep:
         self._select = params or default_params
         self._lens: Lens | None = None
         self._copies: list[Copy] = []
+        self._has_begun = False
         self._run = (run or functools.partial(_compiled, mesh=mesh))(self.local, plan)
 
     def init(
@@ -115,8 +116,14 @@ class WrappedStep:
 
         Returns:
           The new state, and the stacked metrics.
+
+        Raises:
+          ValueError: if it is a peer's first step, and its worker was there before.
         """
         self._known()
+        if not self._has_begun and hasattr(self._run, "check_begins"):
+            self._run.check_begins(state, batch, step)
+        self._has_begun = True
         with _explained():  # Some errors come when the step is lowered.
             return self._run(state, batch, step)
 

@@ -19,7 +19,7 @@ from decentjax._own_models import (
 )
 from decentjax._slices import worker_number
 from decentjax._surroundings import check_is_last, in_conditional, states_before
-from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.exchange import Exchange, Topology, check_topology, warn_of_parts
 from decentjax.local import (
     Gradient,
     LocalUpdate,
@@ -392,6 +392,7 @@ def _in_order(
     """`decentralize`, with a step of `decentjax` as the order, and its extra state."""
     _check_dtype(message_dtype)
     check_optimizer(inner)
+    warn_of_parts(plan.name, plan.exchanges)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
 
     def average(params, taken):

@@ -10,7 +10,7 @@ so each is compiled once, and then a choice costs nothing:
 import math
 from collections.abc import Callable, Sequence
 
-from decentjax.exchange import Topology, check_topology
+from decentjax.exchange import MENU, Topology, check_topology
 from decentjax.topology import complete, damped, ring_lattice
 
 Choose = Callable[[int, float, float | None, Topology], Topology]
@@ -46,7 +46,7 @@ class Policy:
         self.graphs, self.measures = tuple(dict.fromkeys(graphs)), measures
         self._choose, self.current = choose, 0
         exchanges = [exchange for graph in self.graphs for exchange in graph]
-        self.menu = Topology("menu", tuple(exchanges))
+        self.menu = Topology(MENU, tuple(exchanges))
 
     def __call__(
         self, step: int, epoch: float = 0.0, dispersion: float | None = None

@@ -6,6 +6,7 @@ on one device; both keep the workers' state stacked, with a leading dim of N wor
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,13 @@ from jax.sharding import Mesh
 
 from decentjax import phases
 from decentjax.axis import axis_of
-from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.exchange import (
+    MENU,
+    Exchange,
+    Topology,
+    check_topology,
+    warn_of_parts,
+)
 from decentjax.loss import Metrics
 from decentjax.placement import (
     check_mesh,
@@ -27,6 +34,33 @@ from decentjax.placement import (
 from decentjax.schedule import Event, Schedule
 from decentjax.state import WorkerState, strong
 from decentjax.step import Step, all_reduce_step
+
+MOST_JUMPS = 3
+
+
+class StepCount:
+    """Warns if the steps that a train step is called with do not advance by one.
+
+    One other step is a run that resumes, or begins again. The third call in a row with
+    the same other distance is none.
+    """
+
+    def __init__(self):
+        self.last, self._jump, self._times = -1, 1, 0
+
+    def note(self, step: int) -> None:
+        """Notes the step of a call."""
+        jump, self.last = step - self.last, step
+        self._times = self._times + 1 if jump == self._jump else 1
+        self._jump = jump
+        if jump != 1 and self._times == MOST_JUMPS:
+            warnings.warn(
+                f"a train step was called with the steps {step - 2 * jump}, "
+                f"{step - jump} and {step}: they select the exchanges and rounds, of "
+                "which others never take place; give the number of the step, which "
+                "rises by 1 from call to call",
+                stacklevel=2,
+            )
 
 
 class TrainStep:
@@ -45,6 +79,8 @@ class TrainStep:
         check: Callable[[Any, int], None] | None = None,
     ):
         self._plan, self._check = plan, check
+        # The choices of a policy are places in its menu, in any order.
+        self._steps = StepCount() if plan.period > 1 and plan.name != MENU else None
         # Some topologies repeat an exchange within a period, and it compiles once.
         self._jit = functools.cache(jit)
 
@@ -65,6 +101,8 @@ class TrainStep:
             raise TypeError(
                 f"a train step takes the step as a Python int, got {step!r}"
             ) from None
+        if self._steps is not None:
+            self._steps.note(place)
         phases.note("computing", place)
         if self._check is not None:
             self._check(state.params, place)
@@ -137,7 +175,7 @@ def simulate(step: Step, topology: Topology | Schedule) -> TrainStep:
       ...     functools.partial(awc_step, adapt=local), topology.hypercube(8)
       ... )
     """
-    _check_plan(topology)
+    _check_plan(step, topology)
     return _in_turn(step, topology, mesh=None)
 
 
@@ -182,7 +220,7 @@ def on_mesh(
       >>> step = functools.partial(awc_step, adapt=local)
       >>> train_step = on_mesh(step, topology.ring(1), worker_mesh(1))
     """
-    _check_plan(topology)
+    _check_plan(step, topology)
     check_mesh(mesh)
     axis = axis_of(mesh)
     if mesh.shape[axis] != topology.num_workers:
@@ -269,16 +307,21 @@ def _in_turn(
 
     if mesh is None or not is_between_processes(mesh):
         return TrainStep(plan, jit)
-    is_one_model = getattr(step, "func", step) is all_reduce_step
 
     def check(params: Any, at: int) -> None:
         # Decentralized workers that resume from a later step have different models.
-        if at == 0 or is_one_model:
+        if at == 0 or _is_one_model(step):
             check_one_model(params, mesh)
 
     return TrainStep(plan, jit, check)
 
 
-def _check_plan(plan: Any) -> None:
+def _check_plan(step: Step, plan: Any) -> None:
     if not isinstance(plan, Schedule):
         check_topology(plan)
+    if not _is_one_model(step):
+        warn_of_parts(plan.name, plan.exchanges)
+
+
+def _is_one_model(step: Step) -> bool:
+    return getattr(step, "func", step) is all_reduce_step

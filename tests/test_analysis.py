@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 
-from decentjax import analysis, topology
+from decentjax import Exchange, Permutations, Topology, analysis, topology
 from decentjax.analysis import (
     compare,
     consensus_curve,
@@ -17,6 +17,7 @@ from decentjax.analysis import (
     stages,
     traffic,
 )
+from decentjax.exchange import apply, is_connected
 
 SIZES = (1, 2, 3, 5, 8, 12, 16)
 MODEL = 120.0
@@ -442,3 +443,54 @@ def test_a_curve_falls_by_the_factor_of_the_graph():
     axes = plot([graph, topology.hypercube(8)])
     assert [line.get_label() for line in axes.lines] == ["ring", "hypercube"]
     assert len(axes.lines[0].get_xdata()) == 21
+
+
+def hears_all(exchanges):
+    """By powers of the product over a period, from matrices alone."""
+    product = np.eye(exchanges[0].num_workers)
+    for one in exchanges:
+        product = apply(one, np.eye(len(product))) @ product
+    reached = product > 0
+    for _ in range(2 * len(product).bit_length() + 2):
+        reached = (reached.astype(float) @ reached) > 0
+    return reached.all()
+
+
+def shift(num_workers, own):
+    """Each worker takes the model of the one before, and keeps a part of its own."""
+    here, before = (
+        range(num_workers),
+        [(i - 1) % num_workers for i in range(num_workers)],
+    )
+    sources, weights = ((tuple(here), tuple(before)), (own, 1 - own))
+    return Topology("shift", (Exchange(Permutations(sources, weights)),))
+
+
+CONNECTED = {
+    "islands": (topology.from_edges([(0, 1), (2, 3)], 4), False),
+    "no edge": (topology.from_edges([], 3), False),
+    "one is left out": (topology.from_edges([(0, 1), (1, 2)], 4), False),
+    "path": (topology.from_edges([(0, 1), (1, 2), (2, 3)], 4), True),
+    "alone": (topology.alone(2), False),
+    "one": (topology.alone(1), True),
+    "ring of 2": (topology.ring(2), True),
+    "one peer": (topology.one_peer_exponential(8), True),
+    "half of one peer": (
+        Topology("half", topology.one_peer_ring(4).exchanges[:1]),
+        False,
+    ),
+    "odd": (topology.ring(7), True),
+    "directed": (shift(5, 0.5), True),
+    "moves alone": (shift(5, 0.0), False),
+    "nodes": (topology.hierarchical(6, 2, topology.ring), True),
+    "nodes alone": (topology.hierarchical(6, 2, topology.alone), False),
+    "mean now and then": (topology.with_mean_every(topology.alone(4), 3), True),
+}
+
+
+@pytest.mark.parametrize("name", CONNECTED)
+def test_a_graph_is_connected_if_each_hears_from_each_other(name):
+    graph, wanted = CONNECTED[name]
+    assert is_connected(graph.exchanges) == hears_all(graph.exchanges) == wanted
+    (row,) = analysis.compare(graph)
+    assert row.connected == wanted

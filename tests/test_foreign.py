@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import itertools
 import math
 import os
 import subprocess
@@ -212,6 +213,58 @@ def test_a_wrapped_step_exchanges_between_peers(tmp_path):
         found = list(pool.map(work, range(3), timeout=200))
     ended = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
     assert_close(ended, of_library(graph))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 15])
+def test_a_peer_that_begins_again_is_not_mixed_in(step, tmp_path):
+    """One that resumes from a saved step is; it knows of no join."""
+    rows = next(iter(batches(2)))
+    ahead, ended = threading.Event(), threading.Event()
+
+    def steps(worker):
+        party = party_of(tmp_path, [worker])
+        peers = functools.partial(gossip.Peers, party=party, patience=0.0)
+        with wrap(own_step, topology.ring(2), party.mesh, run=peers) as one:
+            state = one.init(start(), workers=[worker])
+            batch = place(
+                jax.tree.map(lambda x: x[worker : worker + 1], rows), party.mesh
+            )
+            t = yield
+            while True:
+                state, _ = one(state, batch, t)
+                t = yield t
+
+    def train_on():
+        stays = steps(0)
+        next(stays)
+        for t in itertools.count():
+            stays.send(t)
+            if t == 20:
+                ahead.set()
+            if ended.is_set():
+                return
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        first = steps(1)
+        next(first)
+        first.send(0)
+        first.close()
+        other = pool.submit(train_on)
+        try:
+            assert ahead.wait(100)
+            again = steps(1)
+            next(again)
+            if step:
+                assert again.send(step) == step
+            else:
+                with pytest.raises(
+                    ValueError, match=r"\[1\] begin again at step 0 .* \[0\]"
+                ):
+                    again.send(0)
+        finally:
+            ended.set()
+        other.result(100)
 
 
 def sharded(x, mesh):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import warnings
 
 import hlo
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decentjax import (
     AXIS,
     Lowering,
+    WorkerState,
     adapt,
     atc_step,
     awc_step,
@@ -26,6 +28,7 @@ from decentjax import (
     on_mesh,
     over_workers,
     place,
+    policy,
     rounds,
     schedule,
     simulate,
@@ -36,6 +39,7 @@ from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
+from decentjax.running import TrainStep
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 
 RATE = 0.1
@@ -861,3 +865,35 @@ def test_fragments_fly_while_all_steps_of_their_delay_are_computed():
         computed = [("compute", step + k) for k in range(delay)]
         known = [*computed, ("exchange", step), ("wait", step + delay - 1)]
         assert [one for one in events if one in known] == known
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_said"),
+    [
+        ([0] * 5, True),
+        (range(0, 20, 4), True),
+        (range(7, 27, 5), True),
+        ([*range(6)], False),
+        ([9, 10, 11, 12], False),  # It resumes.
+        ([0, 0, 1, 2, 2, 3, 4], False),
+        ([*range(3)] * 3, False),  # Three runs.
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("plan", ["rounds", "topology", "one exchange", "menu"])
+def test_steps_that_do_not_advance_by_one_are_said_once(steps, is_said, plan):
+    graph = topology.one_peer_exponential(4)
+    turns = {
+        "rounds": every(topology.ring(4), 3),
+        "topology": graph,
+        "one exchange": topology.ring(4),
+        "menu": policy.fixed(graph).menu,
+    }[plan]
+    train_step = TrainStep(turns, lambda _: lambda state, batch: (state, {}))
+    state = WorkerState(jnp.zeros(4), (), (), jnp.zeros(4))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in steps:
+            train_step(state, jnp.zeros(4), step)
+    expected = is_said and plan in ("rounds", "topology")
+    assert [str(x.message)[:12] for x in said] == ["a train step"] * expected

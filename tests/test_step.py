@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
+    Rounds,
     WorkerState,
     adapt,
     all_reduce_step,
@@ -38,8 +39,10 @@ from decentjax import (
     stack,
     topology,
     worker_mesh,
+    wrap,
 )
 from decentjax.local import gradient
+from decentjax.schedule import every
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
 STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}
@@ -1339,3 +1342,32 @@ def test_metrics_of_micro_batches_are_added_in_float32():
     np.testing.assert_allclose(found.loss, narrow.mean(), rtol=1e-6)
     np.testing.assert_allclose(found.metrics["narrow"], narrow.mean(), rtol=1e-6)
     assert (found.metrics["hit"], found.metrics["count"]) == (1, 200)
+
+
+ISLANDS = topology.from_edges([(0, 1), (2, 3)], 4)
+
+
+@pytest.mark.parametrize("how", ["simulate", "decentralize", "wrap", "background"])
+def test_a_graph_in_parts_is_said_at_the_start(how):
+    graph = ISLANDS
+    local = local_update(summed, optax.sgd(0.1))
+    rounds = Rounds(every(graph, 3))
+    make = {
+        "simulate": lambda: simulate(functools.partial(awc_step, adapt=local), graph),
+        "decentralize": lambda: decentralize(optax.sgd(0.1), graph, "workers"),
+        "wrap": lambda: wrap(lambda state, batch: (state, batch), rounds),
+        "background": lambda: gossip.Background(local, graph, worker_mesh(4)),
+    }[how]
+    with pytest.warns(UserWarning, match="not connected: .* never agree"):
+        make()
+
+
+def summed(params, model_state, batch, key):
+    return params.sum(), (model_state, {})
+
+
+def test_means_of_gradients_and_workers_that_are_to_be_alone_are_not_warned_of():
+    local = local_update(summed, optax.sgd(0.1))
+    step = functools.partial(all_reduce_step, adapt=local)
+    simulate(step, ISLANDS)
+    simulate(functools.partial(awc_step, adapt=local), topology.alone(3))

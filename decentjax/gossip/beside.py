@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from decentjax import phases
 from decentjax._own_models import check_no_own_model
 from decentjax.compression import Leaves
+from decentjax.exchange import warn_of_parts
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.stages import Plan, Stage, plan_of
@@ -35,7 +36,7 @@ from decentjax.rounds import (
     travelling,
     without_messages,
 )
-from decentjax.running import check_not_donated
+from decentjax.running import StepCount, check_not_donated
 from decentjax.schedule import Fragment, Round
 from decentjax.state import WorkerState, strong
 
@@ -106,6 +107,8 @@ class Beside(Closing):
         port: Port,
         record: Record | None = None,
     ):
+        warn_of_parts(rounds.schedule.name, rounds.schedule.exchanges)
+
         def local(*given: Any) -> tuple[WorkerState, Metrics]:
             new, metrics = adapt(*given)
             return jax.tree.map(strong, new), metrics
@@ -113,6 +116,9 @@ class Beside(Closing):
         self._adapt, self._rounds, self._mesh = local, rounds, mesh
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1
+        # Peers know messages by their step, whatever the period.
+        is_counted = port.phase == phases.WAITING or rounds.schedule.period > 1
+        self._steps = StepCount() if is_counted else None
         self._arriving: collections.deque[Arrival] = collections.deque()
         self._sent: list[jax.Array] = []
         self._extra: Any = None
@@ -149,6 +155,8 @@ class Beside(Closing):
         """
         check_not_donated(state, batch, state[1 : 5 if self._is_of_models else 4])
         self._open(state, batch, step)
+        if self._steps is not None:
+            self._steps.note(step)
         if not self._is_of_models:
             return self._in_rounds(state, batch, step)
         begin = self._in_groups if self._rounds.schedule.delay else self._after
@@ -161,6 +169,8 @@ class Beside(Closing):
     def skip_to(self, step: int) -> None:
         """Leaves out steps in which no round begins or ends: what is sent stays so."""
         self._next = step
+        if self._steps is not None:
+            self._steps.last = step - 1
 
     def _end(self, seconds: float) -> None:
         self._port.close(seconds)

@@ -17,6 +17,8 @@ from decentjax.loss import Metrics
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 
+MOST_BEHIND = 10  # Steps: a model that is younger hardly moves an average.
+
 
 class PeerStep(Beside):
     """A step whose messages go from peer to peer: the base of `Peers` and `PeerRounds`.
@@ -55,6 +57,21 @@ class PeerStep(Beside):
         self._open(state, batch, step)
         self._peers.show(state, step)
         return super().__call__(state, batch, step)
+
+    def check_begins(self, state: WorkerState, batch: Any, step: int) -> None:
+        """Raises a ValueError for workers that begin again while others train on."""
+        self._open(state, batch, step)
+        if step > 0:  # A state that was saved.
+            return
+        ahead = self.links.returns_to(self._peers.sources, step + MOST_BEHIND)
+        if ahead:
+            raise ValueError(
+                f"workers {sorted(self._peers.party.workers)} begin again at step "
+                f"{step} while workers {sorted(ahead)} train on, and an untrained "
+                "model would enter their averages: resume from a saved state and its "
+                "step, end the others and start all of them again, or use local_update "
+                "and gossip.Peers, whose join takes the state of a peer"
+            )
 
     def next_reads(self, step: int) -> list[tuple[int, int]]:
         """Returns the shard and the batch that each worker here reads in a step.

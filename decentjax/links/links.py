@@ -48,7 +48,7 @@ import jax
 import numpy as np
 
 from decentjax._first_model import ADVICE
-from decentjax.links.book import address_in
+from decentjax.links.book import Folder, address_in
 from decentjax.links.channel import Channel, Piece, on_device
 from decentjax.links.edge import Edge, Message, Said
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
@@ -59,6 +59,8 @@ from decentjax.links.tunnel import contexts
 
 LOOK_UP_SECONDS = 0.2  # Between two lookups in the book.
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
+RETURN_SECONDS = 5.0  # Wait for answers of peers by a process that was there before.
+START_SECONDS = 60.0  # Within which the processes of a run start.
 ANSWER_SECONDS = 1.0  # Wait for an answer of another process with the same worker.
 # Layout in bytes of the number of earlier messages, and a `Said`.
 HEADER = ("count", "<i8"), ("step", "<i4"), ("number", "<i4")
@@ -154,6 +156,8 @@ class Links:
         self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         self._entry = f"{self._handshakes.address} {self._life}"
         self._kept_at = self._asked_at = time.monotonic()
+        # Entries of an earlier process of the same workers.
+        self._before = list(filter(None, map(self._written, self._slices)))
         try:
             self._check_numbers()
             for worker in self._slices:
@@ -388,6 +392,24 @@ class Links:
             if all(self._is_known(j) or self._peers[j].is_out for j in peers):
                 return
             self.bell.wait(heard, deadline)
+
+    def returns_to(self, peers: Collection[int], step: int) -> set[int]:
+        """Returns the peers that are past a step, if these workers were there before.
+
+        By the entries of a folder: an earlier process of these workers wrote one at
+        about the time at which the peers wrote theirs, or later. An older one is of
+        another run.
+        """
+        if not self._before:
+            return set()
+        self.meet(peers, time.monotonic() + RETURN_SECONDS)
+        ahead = self.ahead(step) & set(peers)
+        theirs = [x for x in map(self._written, ahead) if x is not None]
+        is_recent = theirs and max(self._before) > min(theirs) - START_SECONDS
+        return ahead if is_recent else set()
+
+    def _written(self, worker: int) -> float | None:
+        return self._book.written(worker) if isinstance(self._book, Folder) else None
 
     def life_of(self, peer: int) -> int:
         """Returns a number that changes with the peer's process.

@@ -12,6 +12,7 @@ import os
 import re
 import select
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -95,6 +96,8 @@ def command() -> Iterator[None]:
     """
     os.umask(os.umask(0o077) | 0o022)
     _print_any_text()
+    # Without the line of code from which it comes.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         try:
             yield

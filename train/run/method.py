@@ -25,6 +25,7 @@ from decentjax import (
     runtime,
 )
 from decentjax.codec import as_permutations
+from decentjax.exchange import warn_of_parts
 from decentjax.local import LocalUpdate
 from decentjax.mixing import is_mixed
 from decentjax.policy import Policy
@@ -130,11 +131,14 @@ def build_method(config: Config, task: Task | None = None) -> Method:
             'the fields of rounds are for step.algorithm = "rounds", got '
             f'"{config.step.algorithm}": set it, or leave them out'
         )
-    if config.step.algorithm == "rounds":
-        return _in_rounds(config, task)
     if config.step.algorithm == "all_reduce":
         return _all_reduce(config)
-    return _every_step(config, longest_dim if task is None else task.shard)
+    if config.step.algorithm == "rounds":
+        method = _in_rounds(config, task)
+    else:
+        method = _every_step(config, longest_dim if task is None else task.shard)
+    warn_of_parts(method.plan.name, method.plan.exchanges)
+    return method
 
 
 def _every_step(config: Config, rule: Rule) -> Method:
