@@ -3,9 +3,9 @@
 Eight workers as 2 nodes of 4. The model's vocabulary and classes are those of the data.
 
 Data: `--task.data`: of `text` a file, a folder of text files, NAME.jsonl with a "text"
-in each line, or what `decentjax prepare text` has made of them; of `hub_text` a name on
-the hub, or a folder that `save_to_disk` has written; of `image_folder` a folder with a
-folder of JPEG or PNG files for each class.
+in each line, packed or not, or what `decentjax prepare text` has made of them; of
+`hub_text` a name on the hub, or a folder that `save_to_disk` has written; of
+`image_folder` a folder with a folder of JPEG or PNG files for each class.
 Command: `decentjax train text --task.data my_texts`, and so on.
 """
 

@@ -94,7 +94,9 @@ def test_all_documents_are_on_one_side(files, tmp_path):
     assert len(learned) == len(vocabulary)
     assert learned.encode(DOCUMENTS) == vocabulary.encode(DOCUMENTS)
     assert 5 < len(sides[1]) < 35
-    assert list(made.skipped) == [str(files / "latin.txt")]
+    summary, reason = made.left_out
+    assert summary.startswith("left out 1 line, 0.01 of 2.15 kB (0.3%)")
+    assert reason.startswith(f"  {files / 'latin.txt'}: its line 1 is not UTF-8")
 
 
 def test_the_same_files_give_the_same_bytes(files, tmp_path, monkeypatch):
@@ -189,7 +191,7 @@ def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.0"):
         prepare_text([files], out, 280, held_out_share=1.0)
-    with pytest.raises(ValueError, match=r"in 1 files; skipped .*latin\.txt: it"):
+    with pytest.raises(ValueError, match=r"in 1 files; left out .*latin\.txt: it"):
         prepare_text([files / "latin.txt"], out, 280)
     with pytest.raises(FileNotFoundError, match="no file or folder nowhere"):
         prepare_text([files, Path("nowhere")], out, 280)
@@ -245,20 +247,23 @@ def test_lines_of_json_are_documents(tmp_path):
     for line, words in [("{", "its line 2 is no JSON"), ("[]", 'line 2 has no "text"')]:
         (tmp_path / "bad.jsonl").write_text(f"{json.dumps(rows[0])}\n{line}\n")
         found = TextFiles([tmp_path], 0.3)
-        assert words in found.skipped[str(tmp_path / "bad.jsonl")]
-        assert len([*found("")]) == 9
+        assert words in found.lost[str(tmp_path / "bad.jsonl")].reason
+        assert len([*found("")]) == 10
 
 
 def test_text_is_bytes_with_a_zero_behind_each_document(files, monkeypatch, capsys):
     train, held_out = read_text_files(files, 0.3)
-    assert re.search(r"left out .*latin\.txt: it is not UTF-8", capsys.readouterr().err)
+    printed = capsys.readouterr().err
+    assert re.search(
+        r"left out 1 line, .*\n.*latin\.txt: its line 1 is not UTF-8", printed
+    )
     texts = [bytes(x).decode().split("\0") for x in (train, held_out)]
     assert [x.pop() for x in texts] == ["", ""]
     assert sorted(texts[0] + texts[1]) == sorted([*DOCUMENTS, DOCUMENTS[0]])
     with pytest.raises(ValueError, match=r"latin\.txt: there is no text in 1 files"):
         read_text_files(files / "latin.txt", 0.3)
     monkeypatch.setattr(text_module, "MOST_BYTES", 100)
-    with pytest.raises(ValueError, match=r"prepare text .* --out FOLDER, and"):
+    with pytest.raises(ValueError, match=r"0 GB of text.* by `decentjax prepare text"):
         read_text_files(files, 0.3)
 
 

@@ -89,6 +89,8 @@ def text(
     vocabulary: int | None = None,
     tokenizer: Path | None = None,
     held_out_share: float = 0.005,
+    text_field: str = "text",
+    skip_unreadable: bool = False,
 ) -> None:
     """Tokenizes text files for a language model, into train.bin and val.bin.
 
@@ -96,29 +98,32 @@ def text(
 
     Args:
       files: UTF-8 files, or folders of them; a file is one document, or several that
-        <|endoftext|> separates; NAME.jsonl has one in each line, under "text".
+        <|endoftext|> separates; NAME.jsonl and NAME.ndjson have one in each line, under
+        "text", NAME.json too, or an array. All may be packed: NAME.jsonl.zst, NAME.gz.
       out: new folder.
       vocabulary: largest number of tokens, learned on the files or of the tokenizer; by
         default one for each 400 bytes of text, from 512 to 50,257.
       tokenizer: JSON file of a tokenizer, such as GPT-2's, to use instead of learning.
       held_out_share: share of the documents that go to val.bin; of a few large ones
         the last part of each.
+      text_field: name of the text in a line of JSON.
+      skip_unreadable: prepares the rest where more than 5 % of the bytes are no text.
     """
     check_folder(out, tokenizer, *files)
     if not files:
         raise ValueError("give text files, or folders of them")
     if missing := [path for path in files if not path.exists()]:
         raise ValueError(f"there is no file or folder {missing[0]}")
-    made = prepare_text(files, out, vocabulary, tokenizer, held_out_share)
+    made = prepare_text(
+        files, out, vocabulary, tokenizer, held_out_share, text_field, skip_unreadable
+    )
     print(f"{out}")
     print(f"  documents        {made.documents:,}")
     print(f"  training tokens  {made.train_tokens:,}")
     print(f"  held-out tokens  {made.held_out_tokens:,}")
     print(f"  vocabulary       {made.vocabulary:,}")
-    if made.skipped:
-        print(f"  skipped files    {len(made.skipped):,}")
-    for path, reason in made.skipped.items():
-        print(f"    {path}: {reason}")
+    for sentence in made.left_out:
+        print(f"  {sentence}")
     print(f"next: decentjax train text --task.data {out}")
 
 

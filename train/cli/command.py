@@ -26,6 +26,7 @@ OURS = ("decentjax", "train", "benches")
 EXTRAS = (
     dict.fromkeys(("flax", "grain", "orbax", "rich", "tyro", "matplotlib"), "train")
     | dict.fromkeys(("absl", "cloudpickle", "safetensors", "tensorboardX"), "train")
+    | {"backports": "train"}
     | dict.fromkeys(("num2words", "sacrebleu", "tensorflow_datasets"), "text")
     | {"tokenizers": "text", "PIL": "images", "sklearn": "images"}
     | {"datasets": "datasets", "xminigrid": "navigate"}

@@ -1,6 +1,5 @@
-"""Folders that appear when they are complete, text, memory-mapped arrays, progress."""
+"""Folders that appear when they are complete, hidden files, mapped arrays, progress."""
 
-import codecs
 import contextlib
 import mmap
 import operator
@@ -58,33 +57,6 @@ def visible(path: Path) -> bool:
     return not any(
         part.startswith(".") or part.lower() in LEFT_BEHIND for part in path.parts
     )
-
-
-def as_text(data: bytes, where: object) -> str:
-    """Returns UTF-8 as text, without the byte order mark of Windows' programs.
-
-    Args:
-      data: bytes of a file, or of a line.
-      where: what the error calls it.
-
-    Raises:
-      ValueError: if it is in another encoding.
-    """
-    # UTF-16 without a mark may be valid UTF-8, with a NUL beside each newline.
-    marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if marked or b"\0" in data[:2] or b"\n\0" in data or b"\0\n" in data:
-        raise ValueError(
-            f"{where} is UTF-16 rather than UTF-8: convert the file by "
-            "`iconv -f UTF-16 -t UTF-8 OLD > NEW`"
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is not UTF-8, as its byte {error.start} is "
-            f"{data[error.start]:#x}: convert the file from its encoding, as by "
-            "`iconv -f LATIN1 -t UTF-8 OLD > NEW`"
-        ) from error
 
 
 class MappedArray(np.memmap):

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.files import as_text, map_array, new_folder, progress
+from train.data.files import map_array, new_folder, progress
+from train.data.text_files import as_text, read_text, split_at
 from train.data.vocabulary import Vocabulary, in_chunks, load_vocabulary
 
 PAIRS_AT_ONCE = 10_000  # Few for the memory, enough for all cores of the tokenizer.
@@ -307,6 +308,6 @@ def _read_json(path: Path) -> Any:
 
 def _lines(path: Path) -> Iterator[str]:
     """Lines that end at a newline only: str.splitlines splits at U+2028 too."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            yield as_text(line, f"{path}, line {number}").rstrip("\r\n")
+    ended = split_at(read_text(path, path), b"\n")
+    for number, line in enumerate(ended, 1):
+        yield as_text(line, f"{path}, line {number}").rstrip("\r")

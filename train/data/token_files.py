@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data.files import as_text, check_new, map_array, new_folder, progress
+from train.data.documents import SEPARATOR, TextFiles
+from train.data.files import check_new, map_array, new_folder
 from train.data.vocabulary import (
     Vocabulary,
     in_chunks,
@@ -21,7 +21,6 @@ from train.data.vocabulary import (
     train_vocabulary,
 )
 
-SEPARATOR = "<|endoftext|>"
 FILES = ("train.bin", "val.bin")
 DOCUMENTS_AT_ONCE = 256
 MOST_BYTES = 4_000_000_000  # Of a text that is read into memory.
@@ -111,14 +110,14 @@ class Prepared(NamedTuple):
       train_tokens: number of tokens in train.bin.
       held_out_tokens: number of tokens in val.bin.
       documents: number of documents in both.
-      skipped: the reason for each file that is unreadable or not UTF-8.
+      left_out: sentences on what of the files is left out.
     """
 
     vocabulary: int
     train_tokens: int
     held_out_tokens: int
     documents: int
-    skipped: dict[str, str]
+    left_out: list[str]
 
 
 def prepare_text(
@@ -127,6 +126,8 @@ def prepare_text(
     vocabulary: int | None = None,
     tokenizer: Path | None = None,
     held_out_share: float = 0.005,
+    text_field: str = "text",
+    skip_unreadable: bool = False,
 ) -> Prepared:
     """Writes train.bin, val.bin and vocabulary.json of text files into a new folder.
 
@@ -141,11 +142,14 @@ def prepare_text(
         token for each 400 bytes of text, from 512 to 50,257, or all of the tokenizer.
       tokenizer: JSON file of a tokenizer to use instead; it must have <|endoftext|>.
       held_out_share: as in `TextFiles`.
+      text_field: name of the text in a line of JSON.
+      skip_unreadable: whether more than 5 % of the bytes may be left out.
 
     Raises:
       FileExistsError: if `out` already exists and is not empty.
       FileNotFoundError: if a file does not exist.
-      ValueError: if there is no document, or the tokenizer does not fit.
+      ValueError: if there is no document, too much of the files is no text, or the
+        tokenizer does not fit.
     """
     check_new(out)  # First: an error should not cost hours.
     if tokenizer is None and vocabulary is not None and vocabulary > 2**16:
@@ -153,7 +157,9 @@ def prepare_text(
             f"tokens are kept in 16 bits: a vocabulary has at most {2**16}, got "
             f"{vocabulary}"
         )
-    documents = TextFiles(files, held_out_share)
+    documents = TextFiles(files, held_out_share, text_field)
+    if not skip_unreadable:
+        documents.check_lost("--skip-unreadable")
     if vocabulary is None:
         least, most = SIZES
         vocabulary = max(least, min(most, documents.num_bytes // BYTES_PER_TOKEN))
@@ -164,151 +170,40 @@ def prepare_text(
         bpe.save(unfinished / "vocabulary.json")
     train_tokens, held_out_tokens = num_tokens
     counts = train_tokens, held_out_tokens, documents.num_documents
-    return Prepared(len(bpe), *counts, documents.skipped)
+    return Prepared(len(bpe), *counts, documents.left_out())
 
 
-class TextFiles:
-    """The documents of text files, to train on or held out; read again at each call.
-
-    A file, which is read as a whole, holds a document, or several that <|endoftext|>
-    separates; NAME.jsonl has one in each line, under "text". Empty lines around a
-    document do not count.
-
-    A document's checksum decides whether it is held out, so that equal documents are on
-    the same side. Where it would hold out none, as of a few large ones, the last part
-    of each document is held out; where it would hold out all, one is to train on.
-
-    Args:
-      files: text files, and folders of text files.
-      held_out_share: share of the documents that is held out.
-
-    Attributes:
-      num_documents: number of documents.
-      num_bytes: number of their bytes.
-      skipped: the reason for each file that is unreadable or not UTF-8.
-
-    Raises:
-      FileNotFoundError: if a file does not exist.
-      ValueError: if there is no document, or the share is out of range.
-    """
-
-    def __init__(self, files: Sequence[Path], held_out_share: float):
-        if not 0 < held_out_share < 1:
-            raise ValueError(
-                f"--held-out-share must be between 0 and 1, got {held_out_share}"
-            )
-        self._paths, self._share = _all_files(files), held_out_share
-        self.skipped: dict[str, str] = {}
-        # A checksum is a number below 2^32, as good as uniform.
-        limit = held_out_share * 2**32
-        lowest, highest, counts = 2**32, -1, [0, 0]
-        self.num_bytes = 0
-        for document in self._read("reading"):
-            checksum = _checksum(document)
-            lowest, highest = min(lowest, checksum), max(highest, checksum)
-            counts[checksum < limit] += 1
-            self.num_bytes += len(document.encode())
-        if highest < 0:
-            left = [f"; skipped {path}: {why}" for path, why in self.skipped.items()]
-            raise ValueError(
-                f"there is no text in {len(self._paths)} files{''.join(left[:3])}"
-            )
-        self.num_documents = sum(counts)
-        is_cut = counts[1] == 0 or lowest == highest
-        self._limit = None if is_cut else limit if counts[0] else highest
-
-    def __call__(self, what: str) -> Iterator[tuple[str, bool]]:
-        """Yields each document, and whether it is held out.
-
-        Args:
-          what: what is shown as progress.
-        """
-        for document in self._read(what):
-            if self._limit is not None:
-                yield document, _checksum(document) < self._limit
-                continue
-            size = max(1, round(self._share * len(document)))
-            at = len(document) - size
-            # At the end of a line, if one is as near.
-            at = 1 + document.rfind("\n", max(0, at - size), at) or at
-            if head := document[:at].rstrip("\r\n"):
-                yield head, False
-            yield document[at:], True
-
-    def _read(self, what: str) -> Iterator[str]:
-        for path in progress(self._paths, what):
-            try:
-                documents = _documents(path)
-            except (OSError, ValueError) as error:
-                self.skipped[str(path)] = str(error)
-                continue
-            yield from filter(None, (one.strip("\r\n") for one in documents))
-
-
-def _checksum(document: str) -> int:
-    return zlib.crc32(document.encode())
-
-
-def _documents(path: Path) -> list[str]:
-    """The documents of a file.
-
-    Raises:
-      ValueError: if it is no text in UTF-8, or a line of JSON has no text.
-    """
-    text = as_text(path.read_bytes(), "it")
-    if path.suffix != ".jsonl":
-        return text.split(SEPARATOR)
-    found = []
-    # Not `splitlines`: JSON may have other ends of lines in its strings.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"its line {number} is no JSON: {error}") from error
-        if not (isinstance(row, dict) and isinstance(row.get("text"), str)):
-            raise ValueError(f'its line {number} has no "text" of a string')
-        found.append(row["text"])
-    return found
-
-
-def _all_files(paths: Sequence[Path]) -> list[Path]:
-    files = []
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"there is no file or folder {path}")
-        inside = sorted(p for p in path.rglob("*") if p.is_file())
-        files += inside if path.is_dir() else [path]
-    return files
-
-
-def read_text_files(path: Path, held_out_share: float) -> Tokens:
+def read_text_files(
+    path: Path,
+    held_out_share: float,
+    text_field: str = "text",
+    skip_unreadable: bool = False,
+) -> Tokens:
     """Returns the bytes of a text, uint8, a byte 0 behind each document.
 
     Args:
       path: a text file, or a folder of text files, as `TextFiles` has them.
       held_out_share: share of the documents that is held out.
+      text_field: name of the text in a line of JSON.
+      skip_unreadable: whether more than 5 % of the bytes may be left out.
 
     Raises:
-      ValueError: if there is no text, or more than fits into memory.
+      ValueError: if there is no text, too much of it is none, or more than fits into
+        memory.
     """
-    size = sum(one.stat().st_size for one in _all_files([path]))
-    if size > MOST_BYTES:
-        raise ValueError(
-            f"{path} has {size / 1e9:.1f} GB of text, and at most "
-            f"{MOST_BYTES / 1e9:.0f} GB are read into memory: tokenize it first, by "
-            f"decentjax prepare text {path} --out FOLDER, and give that folder"
-        )
-    sides: tuple[list[bytes], list[bytes]] = [], []
+    if path.name in FILES:
+        raise ValueError(f"{path} has tokens: give its folder, {path.parent}")
     try:
-        documents = TextFiles([path], held_out_share)
+        documents = TextFiles([path], held_out_share, text_field, MOST_BYTES)
+        if not skip_unreadable:
+            documents.check_lost("--task.skip-unreadable")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    for sentence in documents.left_out():
+        print(sentence, file=sys.stderr)
+    sides: tuple[list[bytes], list[bytes]] = [], []
     for document, is_held_out in documents("reading"):
         sides[is_held_out].append(document.encode() + b"\0")
-    for file, why in documents.skipped.items():
-        print(f"left out {file}: {why}", file=sys.stderr)
     return Tokens(*(np.frombuffer(b"".join(one), np.uint8) for one in sides))
 
 
@@ -340,16 +235,28 @@ def _vocabulary(documents: Documents, size: int, tokenizer: Path | None) -> Voca
 def _write(folder: Path, documents: Documents, vocabulary: Vocabulary) -> list[int]:
     """The numbers of tokens of the two files."""
     num_tokens = [0, 0]
-    between = vocabulary.special(SEPARATOR)
+    parts = _parts(documents, vocabulary)
     with ExitStack() as stack:
         files = [stack.enter_context((folder / name).open("wb")) for name in FILES]
         # In chunks, which the tokenizer encodes on all cores.
-        for chunk in in_chunks(documents("encoding documents"), DOCUMENTS_AT_ONCE):
-            texts, sides = zip(*chunk, strict=True)
-            for row, side in zip(vocabulary.encode(texts), sides, strict=True):
-                np.array([*row, between], np.uint16).tofile(files[side])
-                num_tokens[side] += len(row) + 1
+        for chunk in in_chunks(parts, DOCUMENTS_AT_ONCE, lambda part: len(part[0])):
+            texts, sides, ends = zip(*chunk, strict=True)
+            rows = vocabulary.encode(texts)
+            for row, side, end in zip(rows, sides, ends, strict=True):
+                np.array([*row, *end], np.uint16).tofile(files[side])
+                num_tokens[side] += len(row) + len(end)
     return num_tokens
+
+
+def _parts(
+    documents: Documents, vocabulary: Vocabulary
+) -> Iterator[tuple[str, bool, list[int]]]:
+    """Text, whether it is held out, and the tokens behind it, in pieces."""
+    between = vocabulary.special(SEPARATOR)
+    for text, is_held_out in documents("encoding documents"):
+        for piece in vocabulary.pieces(text):
+            yield piece, is_held_out, []
+        yield "", is_held_out, [between]
 
 
 def _largest(path: Path, tokens: np.ndarray) -> int:

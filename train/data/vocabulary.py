@@ -5,12 +5,13 @@ Needs the extra `text`, but for the names and numbers of special tokens.
 
 import itertools
 import json
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from train.data.files import as_text
+from train.data.text_files import SAMPLE, as_text, check_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
 LINES_AT_ONCE = 1000
+PIECE = 2**20  # Characters that are encoded at once.
+LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 MOST_SHOWN = 1000  # Characters of a text that are decoded to see whether it changes.
 
 
@@ -48,6 +51,17 @@ class Vocabulary:
             list(lines), add_special_tokens=False
         )
         return [encoding.ids for encoding in encodings]
+
+    def pieces(self, text: str) -> Iterable[str]:
+        """Returns a long text in pieces, if their tokens are those of the whole."""
+        before = self._tokenizer.pre_tokenizer
+        is_gpt2s = (
+            type(before).__name__ == "ByteLevel"
+            and before.use_regex
+            and not before.add_prefix_space
+            and self._tokenizer.normalizer is None
+        )
+        return pieces(text) if is_gpt2s else [text]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Returns the line of each row of token ids, without special ones."""
@@ -93,7 +107,7 @@ def vocabulary_size(path: Path) -> int:
     One more than the largest id, without the extra `text`.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
         vocab = found["model"]["vocab"]
         # A list has a token for each id.
         ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
@@ -135,7 +149,8 @@ def train_vocabulary(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(in_chunks(lines, LINES_AT_ONCE), trainer)
+    parts = itertools.chain.from_iterable(map(pieces, lines))
+    tokenizer.train_from_iterator(in_chunks(parts, LINES_AT_ONCE, len), trainer)
     return Vocabulary(tokenizer)
 
 
@@ -151,7 +166,9 @@ def load_vocabulary(path: Path) -> Vocabulary:
     if not path.is_file():
         raise FileNotFoundError(f"there is no vocabulary {path}")
     try:
-        return Vocabulary(Tokenizer.from_str(as_text(path.read_bytes(), "it")))
+        data = path.read_bytes()
+        check_text(data[:SAMPLE], "it")
+        return Vocabulary(Tokenizer.from_str(as_text(data, "it")))
     except Exception as error:  # The library raises nothing narrower.
         raise ValueError(
             f"{path} is not the JSON file of a tokenizer ({error})"
@@ -177,8 +194,29 @@ def say_what_changes(vocabulary: Vocabulary | Bytes, texts: Iterable[str]) -> No
             return
 
 
-def in_chunks(items: Iterable, size: int) -> Iterable[list]:
-    """Returns the items in lists of `size`, the last one shorter."""
-    # An empty list ends it: what `iter` with a second argument waits for.
-    iterator = iter(items)
-    return iter(lambda: list(itertools.islice(iterator, size)), [])
+def pieces(text: str) -> Iterator[str]:
+    """Yields a text in pieces whose tokens are those of the whole.
+
+    So they are for a pre-tokenizer that ends a token at a line's end, if there are
+    letters on both of its sides, as that of GPT-2 does.
+    """
+    start = 0
+    while cut := LINE_END.search(text, start + PIECE):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def in_chunks(
+    items: Iterable, size: int, length: Callable[[Any], int] = lambda _: 0
+) -> Iterator[list]:
+    """Yields the items in lists of `size`, or fewer of a total length of `PIECE`."""
+    chunk, total = [], 0
+    for item in items:
+        chunk.append(item)
+        total += length(item)
+        if len(chunk) == size or total > PIECE:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk

@@ -29,16 +29,20 @@ class TextTask(TextOptions):
 
     Args:
       data: folder of the two, which `decentjax prepare text` has written; or text: a
-        file, a folder of files, or NAME.jsonl with a "text" in each line. Its bytes are
-        the tokens then.
+        file, a folder of files, or NAME.jsonl with a "text" in each line, packed by
+        gzip or zstd or not. Its bytes are the tokens then.
       tokens: whether they are the bytes of text, or those of such a folder; "auto"
         looks, and a run keeps what it has found.
       held_out_share: share of the documents that is held out of text.
+      text_field: name of the text in a line of JSON.
+      skip_unreadable: trains on the rest where more than 5 % of the bytes are no text.
     """
 
     data: str
     tokens: Literal["auto", "bytes", "prepared"] = "auto"
     held_out_share: float = 0.05
+    text_field: str = "text"
+    skip_unreadable: bool = False
     num_eval_windows: int = 2048
     eval_rows: int = 16
 
@@ -72,7 +76,9 @@ class TextTask(TextOptions):
 
     def _of_bytes(self, path: Path) -> Task:
         return text_task(
-            lambda: read_text_files(path, self.held_out_share),
+            lambda: read_text_files(
+                path, self.held_out_share, self.text_field, self.skip_unreadable
+            ),
             self,
             dtype=np.uint8,
             score="bits_per_byte",
