@@ -16,9 +16,12 @@ import pytest
 from PIL import Image
 
 from train.config import Config
+from train.data import images
 from train.data.batches import Unreadable, say_once
+from train.data.hub_datasets import read_images, read_splits, read_text
 from train.data.image_files import read_image_folder
-from train.data.vocabulary import train_vocabulary
+from train.data.imagenet_files import Validation
+from train.data.vocabulary import Bytes, train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.run import setup
@@ -329,6 +332,126 @@ def images_task(data: str) -> HubImagesTask:
 
 def text_task(data: str, **options) -> HubTextTask:
     return HubTextTask(data=data, **{"model": GPT, **options})
+
+
+def hub(folder: Path, names=("a", "b"), held_out_names=("a", "b"), **splits) -> str:
+    """A dataset of images that are as bright as their place, with these labels."""
+    made = {}
+    for split, labels in splits.items():
+        files = []
+        for place in range(len(labels)):
+            file = io.BytesIO()
+            Image.new("RGB", (9, 9), (place, 0, 0)).save(file, "PNG")
+            files.append({"bytes": file.getvalue(), "path": None})
+        kind = datasets.ClassLabel(
+            names=[*(names if split == "train" else held_out_names)]
+        )
+        features = {"image": datasets.Image(), "label": kind}
+        # Not checked, as what a file on the hub holds is not.
+        rows = datasets.Dataset.from_dict(
+            {"image": files, "label": labels},
+            datasets.Features({**features, "label": datasets.Value("int64")}),
+        )
+        made[split] = rows.cast(datasets.Features(features))
+    datasets.DatasetDict(made).save_to_disk(folder / "hub")
+    return str(folder / "hub")
+
+
+def test_rows_without_a_class_are_left_out_and_counted(tmp_path, caplog):
+    say_once.cache_clear()
+    some = hub(tmp_path, train=[0, -1, 1, None, 1, 0], validation=[-1, 1, None])
+    found = read_images(read_splits(some, None, 0.5), "image", "label")
+    wanted = [(0, 0), (2, 1), (4, 1), (5, 0)], [(1, 1)]
+    for source, pairs in zip((found.train, found.held_out), wanted, strict=True):
+        rows = [source[i] for i in range(len(source))]
+        places = [int(images.decode(row["image"])[0, 0, 0]) for row in rows]
+        assert list(zip(places, [row["label"] for row in rows], strict=True)) == pairs
+    assert found.labels.tolist() == [0, 1, 1, 0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "left out: 2 rows of the split train without a class",
+        "left out: 2 rows of the split validation without a class",
+    ]
+
+
+NO_CLASS = "no row of the split {} has a class in 'label': if its answers are not publ"
+
+
+@pytest.mark.parametrize(
+    ("splits", "words"),
+    [
+        ({"train": [0, 1], "test": [-1, -1]}, NO_CLASS.format("test")),
+        ({"train": [0, 1], "validation": [None]}, NO_CLASS.format("validation")),
+        ({"train": [-1, None], "test": [0, 1]}, NO_CLASS.format("train")),
+        ({"train": [-1] * 4}, NO_CLASS.format("train")),
+        (
+            {"train": [0, 1, 2], "test": [0]},
+            "train must have classes 0 to 1, got 0 to 2",
+        ),
+        (
+            {"train": [0, 1], "test": [-2, 0]},
+            "test must have classes 0 to 1, got -2 to 0",
+        ),
+        (
+            {"train": [0, 1], "test": [0], "held_out_names": ("b", "a")},
+            "must have the same classes in all splits",
+        ),
+    ],
+)
+def test_labels_that_name_no_class_are_refused(splits, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        read_images(read_splits(hub(tmp_path, **splits), None, 0.5), "image", "label")
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        ("float64", [0.0, 1.0]),
+        ("string", ["a", "b"]),
+        ("int64", [0, 1]),
+        ("bool", [True, False]),
+    ],
+)
+def test_labels_of_another_kind_say_how_they_become_classes(kind, labels, tmp_path):
+    columns = {"image": [None, None], "label": labels}
+    kinds = {"image": datasets.Image(), "label": datasets.Value(kind)}
+    data = save(tmp_path / "a", columns, **kinds)
+    with pytest.raises(
+        ValueError, match=r"of classes, got .*class_encode_column\('lab"
+    ):
+        read_images(read_splits(data, None, 0.5), "image", "label")
+
+
+def test_rows_without_an_image_are_unreadable(tmp_path):
+    columns = {"image": [None, None], "label": [0, 1]}
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+    data = save(tmp_path / "a", columns, **kinds)
+    found = read_images(read_splits(data, None, 0.5), "image", "label")
+    for source in (found.train, found.held_out):
+        with pytest.raises(Unreadable, match="row 0: it has no image"):
+            source[0]
+    with pytest.raises(ValueError, match="none of the 1 held-out images can be read"):
+        list(Validation(found.held_out, 4, size=8))
+
+
+@pytest.mark.parametrize("texts", [[None, None], ["", None]])
+def test_a_split_without_a_text_is_refused_and_rows_are_counted(
+    texts, tmp_path, caplog
+):
+    say_once.cache_clear()
+    rows = {"train": ["a", None, "b", ""], "test": texts}
+    made = {
+        split: datasets.Dataset.from_dict(
+            {"text": some}, datasets.Features(text=STRING)
+        )
+        for split, some in rows.items()
+    }
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "a")
+    with pytest.raises(
+        ValueError, match="no row of the split test has a text in 'text"
+    ):
+        read_text(read_splits(str(tmp_path / "a"), None, 0.5), "text", Bytes())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == "left out: 2 rows of the split train without a text"
 
 
 def unknown(folder: Path) -> Path:

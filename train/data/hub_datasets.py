@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from train.data.batches import Unreadable, say_once
 from train.data.image_files import Labelled
 from train.data.token_files import SEPARATOR, Tokens
 from train.data.vocabulary import Bytes, Vocabulary, say_what_changes
@@ -19,10 +20,11 @@ HELD_OUT_SPLITS = ("validation", "test")
 
 
 class Splits(NamedTuple):
-    """The rows to train on, and those held out."""
+    """The rows to train on, and those held out, by the names of their splits."""
 
     train: Any
     held_out: Any
+    names: tuple[str, str]
 
 
 def read_splits(data: str, subset: str | None, held_out_share: float) -> Splits:
@@ -47,7 +49,8 @@ def read_splits(data: str, subset: str | None, held_out_share: float) -> Splits:
     if "train" not in splits:
         raise ValueError(f"{data} needs a split train, it has {', '.join(splits)}")
     train = splits["train"]
-    held_out = next((splits[x] for x in HELD_OUT_SPLITS if x in splits), None)
+    name = next((x for x in HELD_OUT_SPLITS if x in splits), "held out of train")
+    held_out = splits.get(name)
     counts = [len(rows) for rows in (train, held_out) if rows is not None]
     if sum(counts) < 2 or not all(counts):
         raise ValueError(
@@ -61,16 +64,16 @@ def read_splits(data: str, subset: str | None, held_out_share: float) -> Splits:
             train.select(sorted(rows), keep_in_memory=True)
             for rows in np.split(order, [count])
         )
-    return Splits(train, held_out)
+    return Splits(train, held_out, ("train", name))
 
 
 def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> Tokens:
     """Returns the tokens of a column of text, each document with a separator behind it.
 
-    They are int32.
+    They are int32. Rows without a text, None or "", are left out, and counted.
 
     Raises:
-      ValueError: if there is no such column, or it is no text.
+      ValueError: if there is no such column, or it is no text, or none is there.
     """
     _check_columns(splits, column)
     kind = splits.train.features[column]
@@ -78,8 +81,8 @@ def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> To
         raise ValueError(f"the column {column!r} must be of text, got {kind}")
     between = vocabulary.special(SEPARATOR)
 
-    def tokens(rows: Any) -> np.ndarray:
-        parts = [np.zeros(0, np.int32)]
+    def tokens(rows: Any, name: str) -> np.ndarray:
+        parts = []
         for batch in rows.select_columns(column).iter(DOCUMENTS_AT_ONCE):
             # Some have None, or the byte order mark of a file.
             texts = [(text or "").removeprefix("\ufeff") for text in batch[column]]
@@ -88,9 +91,13 @@ def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> To
                 say_what_changes(vocabulary, documents)
             for row in vocabulary.encode(documents):
                 parts.append(np.array([*row, between], np.int32))
+        if not parts:
+            raise ValueError(f"no row of the split {name} has a text in {column!r}")
+        if empty := len(rows) - len(parts):
+            say_once(f"left out: {empty} rows of the split {name} without a text")
         return np.concatenate(parts)
 
-    return Tokens(*map(tokens, splits))
+    return Tokens(*map(tokens, splits[:2], splits.names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +113,23 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[int(index)]
-        image = row[self.image]
-        name = image["path"] or f"row {index}"
-        encoded = image["bytes"] or Path(image["path"]).read_bytes()
+        image = row[self.image] or {}
+        name = image.get("path") or f"row {index}"
+        encoded = image.get("bytes")
+        if not encoded and not image.get("path"):
+            raise Unreadable(f"{name}: it has no image")
+        encoded = encoded or Path(name).read_bytes()
         return {"image": encoded, "label": row[self.label], "file_name": name}
 
 
 def read_images(splits: Splits, image: str, label: str) -> Labelled:
     """Returns the images of one column, with the classes of another.
 
+    Rows without a class, None or -1, are left out, and a message counts them.
+
     Raises:
-      ValueError: if there is no such column, or it holds no images or no classes.
+      ValueError: if there is no such column, it holds no images or no classes, or no
+        row of a split has a class.
     """
     import datasets
 
@@ -127,19 +140,49 @@ def read_images(splits: Splits, image: str, label: str) -> Labelled:
     ):
         raise ValueError(
             f"the column {image!r} must be of images and {label!r} of classes, got "
-            f"{kinds[image]} and {kinds[label]}"
+            f"{kinds[image]} and {kinds[label]}; class_encode_column({label!r}) of a "
+            "dataset makes classes of strings or numbers"
+        )
+    if splits.held_out.features[label] != kinds[label]:
+        raise ValueError(
+            f"the column {label!r} must have the same classes in all splits, got "
+            f"{kinds[label]} and {splits.held_out.features[label]}"
         )
     # They are decoded with their crop.
     undecoded = datasets.Image(decode=False)
     train, held_out = (
-        Rows(x.cast_column(image, undecoded), image, label) for x in splits
+        Rows(_with_class(x, label, name).cast_column(image, undecoded), image, label)
+        for x, name in zip(splits[:2], splits.names, strict=True)
     )
-    labels = np.array(splits.train[label][:], np.int32)
+    labels = np.array(train.rows[label][:], np.int32)
     return Labelled(train, held_out, labels, kinds[label].names)
 
 
+def _with_class(rows: Any, label: str, name: str) -> Any:
+    """The rows of a split that have a class."""
+    count = rows.features[label].num_classes
+    classes = np.array([-1 if x is None else x for x in rows[label][:]])
+    if classes.max() >= count or classes.min() < -1:
+        raise ValueError(
+            f"the column {label!r} of the split {name} must have classes 0 to "
+            f"{count - 1}, got {classes.min()} to {classes.max()}"
+        )
+    known = np.flatnonzero(classes >= 0)
+    if not len(known):
+        raise ValueError(
+            f"no row of the split {name} has a class in {label!r}: if its answers are "
+            "not published, give a dataset without it, and a share of train is held out"
+        )
+    if len(known) == len(rows):
+        return rows
+    say_once(
+        f"left out: {len(rows) - len(known)} rows of the split {name} without a class"
+    )
+    return rows.select(known, keep_in_memory=True)
+
+
 def _check_columns(splits: Splits, *names: str) -> None:
-    for rows in splits:
+    for rows in splits[:2]:
         for name in names:
             if name not in rows.column_names:
                 raise ValueError(

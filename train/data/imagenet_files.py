@@ -130,8 +130,14 @@ class Validation:
         with contextlib.closing(
             feed(grain.MapDataset.source(self), self.num_processes)
         ) as batches:
+            scored = False
             for batch in batches:
+                scored = scored or bool((batch.arrays["label"] >= 0).any())
                 yield batch.arrays
+            if not scored:
+                raise ValueError(
+                    f"none of the {len(self.source)} held-out images can be read"
+                )
 
     def __getitem__(self, index: int) -> Batch:
         start = int(index) * self.rows
