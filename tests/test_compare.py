@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -10,9 +13,12 @@ import job_line
 import line
 import numpy as np
 import pytest
+import tiny
 from paths import PLAIN, WAYS, Overflows, effect
 from scipy import stats
 
+from decentjax import __version__
+from train.cli.load import load_config
 from train.compare import _held_out, _varied, _with_fields, compare
 from train.config import (
     EvaluationConfig,
@@ -78,6 +84,65 @@ def test_what_is_kept_is_json_and_has_what_is_not_finite(tmp_path):
     again = kept(path, LINE, range(2), pytest.fail)
     assert (again.training_loss, again.losses[1][1]) == ([2.0, 3.0], [2.0, 3.0])
     np.testing.assert_equal(again.judged, once.judged)
+
+
+OWN = """
+import dataclasses
+from decentjax import topology
+from tests.line import Line, config as line
+from train.config import TopologyConfig
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Line):
+    pass
+
+def my_graph(num_workers):
+    return topology.ring(num_workers)
+
+graph = TopologyConfig(make=my_graph)
+first = dataclasses.replace(line, name="first", task=Mine(), topology=graph)
+second = dataclasses.replace(first, name="second", seed=1)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A config file with a task and a graph of its user."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own.py", raising=False)
+    Path("own.py").write_text(OWN)
+    return Path("own.py")
+
+
+def test_what_is_kept_says_when_and_of_which_code(own, capsys):
+    config = load_config(Path(f"{own}:first"))
+    for name, of in (("a", config), ("b", tiny.config)):
+        kept(Path(f"{name}.json"), of, range(2), lambda: outcome([2.0, 3.0]))
+
+    def said(name, of):
+        kept(Path(f"{name}.json"), of, range(2), pytest.fail)
+        return capsys.readouterr().out.strip()
+
+    kept_at = f"a: from a.json, kept 2001-02-03 04:05 by decentjax {__version__}"
+    last = time.mktime((2001, 2, 3, 4, 5, 6, 0, 0, -1))
+    for seconds, words in ((-1, "may have"), (1, "has")):
+        os.utime("a.json", (last, last))
+        os.utime(own, (last + seconds, last + seconds))
+        wanted = f"{kept_at}; own.py {words} changed since: remove the file to train a"
+        assert said("a", config).startswith(wanted)
+    assert said("b", tiny.config).endswith(f"decentjax {__version__}")
+
+
+def test_the_seeds_of_a_task_pair_however_often_its_file_is_read(own):
+    first, second = (load_config(Path(f"{own}:{x}")) for x in ("first", "second"))
+    assert first.task != second.task
+    assert draws_of(first, range(3)) == draws_of(second, range(3))
+    away = load_config(Path(f"{own.absolute()}:second"))
+    assert draws_of(first, range(3)) == draws_of(away, range(3))
+    other = own.rename("other.py")
+    assert draws_of(load_config(Path(f"{other}:first")), range(3)) != draws_of(
+        first, range(3)
+    )
 
 
 def entry(name, scores, draws=None) -> Entry:

@@ -15,13 +15,18 @@ import numpy as np
 import pytest
 
 from decentjax import analysis, topology, worker_mesh
-from train.config import OptimizerConfig, TopologyConfig, WorkersConfig
+from train.config import (
+    OptimizerConfig,
+    ThinningPolicy,
+    TopologyConfig,
+    WorkersConfig,
+)
 from train.dbench import cost
 from train.dbench.__main__ import dbench
 from train.dbench.cells import Result, train_cell
 from train.dbench.claims import claims
 from train.dbench.dbench_report import table
-from train.dbench.grid import POLICIES, Cell, make_cells
+from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out
 from train.figures.dbench_figure import draw_points
 from train.study.outcome import SeedsOutcome
 from train.study.seeds import train_seeds
@@ -81,6 +86,23 @@ def test_graphs_have_names_and_policies_too():
     for cell in make_cells(own, ("ring", "thinning"), (8,), "local", "none"):
         assert cell.config.topology.make is None  # It would go before the name.
     assert made["damping"].topology == made["merged"].topology == LINE.topology
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"topology": TopologyConfig(make=topology.alone)}, "topology:alone"),
+        ({"topology": TopologyConfig(name="one_peer_ring")}, "one_peer_ring"),
+        ({"policy": ThinningPolicy(degree=2)}, "ring by the policy thinning"),
+    ],
+)
+def test_the_graph_of_the_config_is_a_row_or_is_named(changes, name):
+    own = dataclasses.replace(LINE, **changes)
+    (cell,) = make_cells(own, ("own",), (4,), "local", "none")
+    assert (cell.config.topology, cell.config.policy) == (own.topology, own.policy)
+    assert f"{name}; --graphs own" in say_left_out(own, ("ring", "complete"))
+    assert say_left_out(own, ("ring", "own@3")) is None
+    assert say_left_out(LINE, ("ring", "complete")) is None
 
 
 def test_workers_that_do_not_fill_their_nodes_are_a_row():

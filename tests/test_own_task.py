@@ -204,8 +204,11 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     with pytest.raises(ValueError, match=r"TopologyConfig.make is own\.py:my_graph"):
         write_report([Path("run")], page)
     assert write_report([Path("run")], page, trust=["own.py"]) == page
+    own.touch()
     main(["--resume", "run", "--trust", "own.py", "--num-steps", "8"])
-    assert "held-out error" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "held-out error" in said.out
+    assert "own.py has changed since step 6 was saved" in said.err
     assert max(find_checkpoints(Path("run")).steps) == 8
 
 

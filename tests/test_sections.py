@@ -29,6 +29,7 @@ from train.config import (
     ThinningPolicy,
     TopologyConfig,
 )
+from train.run.method import build_method
 
 RING = dataclasses.replace(tiny.config, topology=TopologyConfig(name="ring"))
 PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
@@ -224,3 +225,19 @@ def test_a_deadline_is_a_number_learned_or_none():
 def test_the_time_limit_of_an_old_config_is_left_out():
     old = {"task": {}, "distributed": {"timeout_seconds": 300, "start_seconds": 9}}
     assert upgraded(old)["distributed"] == {"start_seconds": 9}
+
+
+ROUNDS = {"copies": False, "copy_step": 1.0, "codec": "none"}
+
+
+@pytest.mark.parametrize("algorithm", ["awc", "atc", "all_reduce", "rounds"])
+def test_the_unused_rounds_of_a_config_of_0_2_are_those_of_today(algorithm):
+    config = dataclasses.replace(RING, step=StepConfig(algorithm=algorithm))
+    fields = json.loads(to_json(config))
+    fields |= {"exchange": OLD | {"where": "auto"}, "policy": POLICY}
+    fields["rounds"] |= ROUNDS
+    assert from_fields(fields) == config
+    build_method(from_fields(fields))
+    # What the run took with copies it takes still.
+    fields["rounds"] |= {"copies": True, "codec": "int8"}
+    assert from_fields(fields).rounds.copy_step == 1.0

@@ -13,6 +13,7 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     exchange, policy = fields.get("exchange"), fields.get("policy")
     if isinstance(exchange, dict) and isinstance(exchange.get("where"), str):
         fields["exchange"] = _exchange(exchange)
+        fields["rounds"] = _rounds(fields.get("rounds", {}))
     if isinstance(policy, dict) and isinstance(policy.get("name"), str):
         fields["policy"] = _policy(policy)
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
@@ -37,6 +38,12 @@ def _exchange(old: dict[str, Any]) -> dict[str, Any]:
         )
     own = {x: old[x] for x in ("elastic", "quorum", "silent_seconds") if x in old}
     return {"kind": "peers", "way": way, "patience": patience} | shared | own
+
+
+def _rounds(old: dict[str, Any]) -> dict[str, Any]:
+    # 1 was the default, which is None now; with copies it is the step that was taken.
+    unused = old.get("copy_step") == 1 and not old.get("copies")
+    return {x: old[x] for x in old if not (unused and x == "copy_step")}
 
 
 def _policy(old: dict[str, Any]) -> dict[str, Any]:

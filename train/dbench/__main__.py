@@ -30,23 +30,18 @@ from train.cli.tables import counted
 from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
-from train.dbench.grid import Batch, Cell, Scaling, make_cells
+from train.dbench.grid import OWN, Batch, Cell, Scaling, make_cells, say_left_out
 from train.job.distributed import fail_stop, leave, start
 from train.study.tune import Grid, read_grid
 from train.tasks.task import Task, build_task
 
 RATE = "optimizer.learning-rate"
+GRAPHS = ("all_reduce", "complete", "exponential", "torus", "ring")
 
 
 def dbench(
     config: Annotated[Path, tyro.conf.Positional],
-    graphs: tuple[str, ...] = (
-        "all_reduce",
-        "complete",
-        "exponential",
-        "torus",
-        "ring",
-    ),
+    graphs: tuple[str, ...] = GRAPHS,
     workers: tuple[int, ...] = (8, 16, 32),
     seeds: int = 3,
     first_seed: int = 0,
@@ -74,9 +69,10 @@ def dbench(
 
     Args:
       config: config file. Its number of workers is the base of `batch` and `scaling`.
-      graphs: names of graphs: "all_reduce", functions of `decentjax.topology`, or
-        policies with the config's options; @10 after a name adds a mean of all models
-        at each tenth step.
+      graphs: names of graphs: "all_reduce", functions of `decentjax.topology`,
+        policies with the config's options, or "own" for the config's own graph, which
+        comes by default too if it is made by a function; @10 after a name adds a mean
+        of all models at each tenth step.
       workers: numbers of workers.
       seeds: number of seeds.
       first_seed: the first seed.
@@ -108,6 +104,8 @@ def dbench(
             f"--scaling {scaling} sets the learning rate that --tune chooses: leave "
             "one of them out"
         )
+    if graphs == GRAPHS and base.topology.make is not None:
+        graphs = (OWN, *graphs)
     cells = make_cells(base, graphs, workers, batch, scaling)
     numbers = range(first_seed, first_seed + seeds)
     with contextlib.ExitStack() as stack:
@@ -126,6 +124,8 @@ def dbench(
             # Of steps alone: compiling and scores are not in the estimate.
             minutes_all = counted(math.ceil(expected), "minute")
             print(f"{counted(len(some), 'cell')}, about {minutes_all} if all are new")
+            if left_out := say_left_out(base, graphs):
+                print(left_out)
         results = []
         for number, cell in enumerate(cells, 1):
             name = f"{cell.name} ({number} of {len(cells)})"

@@ -2,16 +2,19 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from train.cli.changes import with_fields
 from train.cli.sections import KINDS
 from train.config import Config, FixedPolicy, Policy, RoundsConfig, TopologyConfig
+from train.fields import place_of
 from train.run.method import build_method
 
 Batch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
 ALL_REDUCE = "all_reduce"
+OWN = "own"  # The config's own graph, whether named or made by a function, and policy.
 POWERS: dict[Scaling, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 # These have graphs of their own.
 OWN_GRAPHS = {ALL_REDUCE, "thinning", "holding"}
@@ -87,12 +90,23 @@ def make_cells(
     ]
 
 
+def say_left_out(config: Config, graphs: Sequence[str]) -> str | None:
+    """Says that no graph is the config's own with its policy, if that is so."""
+    named = {graph.partition("@")[0] for graph in graphs}
+    if graph_fields(config, OWN) in [graph_fields(config, name) for name in named]:
+        return None
+    graph, policy = config.topology, config.policy
+    name = graph.name if graph.make is None else place_of(graph.make)
+    also = "" if isinstance(policy, FixedPolicy) else f" by the policy {policy.name}"
+    return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
+
+
 def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     """Returns the fields of a config that a graph's name sets.
 
-    A name is "all_reduce", a function of `decentjax.topology`, or a policy, with
-    options as in `thinning:degree=16`, by default those of the config; `@10` after it
-    adds a mean of all models at each tenth step.
+    A name is "all_reduce", a function of `decentjax.topology`, a policy, with options
+    as in `thinning:degree=16`, by default those of the config, or "own" for the
+    config's graph; `@10` after it adds a mean of all models at each tenth step.
 
     Raises:
       ValueError: if there is no such graph.
@@ -117,9 +131,12 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         topology = TopologyConfig(name="complete")
     elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
         topology = dataclasses.replace(topology, name="complete", make=None)
-    elif name not in POLICIES:  # Its own function would go before any name.
+    elif name not in POLICIES and name != OWN:
+        # Its own function would go before any name.
         topology = dataclasses.replace(topology, name=name, make=None)
-    policy = _policy(config, name, options) if name in POLICIES else FixedPolicy()
+    policy = config.policy if name == OWN else FixedPolicy()
+    if name in POLICIES:
+        policy = _policy(config, name, options)
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))
     fields = {"step": step, "topology": topology, "policy": policy}

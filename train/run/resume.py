@@ -20,6 +20,7 @@ from train.cli.config_json import (
     changes,
     differences,
     from_fields,
+    own_changed,
     read_fields,
     to_json,
     with_defaults,
@@ -279,6 +280,7 @@ def begin_again(
                 raise ValueError(f"{why}{error}; steps {steps} are there") from error
             warn(f"{why}{error}")
         else:
+            _say_own_changed(config, found.steps[step], step)
             facts: dict[str, Any] = {"resumed": command_line(sys.argv)}
             if changed:
                 facts["changed"] = changed
@@ -286,6 +288,15 @@ def begin_again(
                 facts |= say_jump(saved, config, step, changed)
             return Begin(step, restored, facts)
     raise AssertionError("choose returns at least one step")
+
+
+def _say_own_changed(config: Config, path: Path, step: int) -> None:
+    for name, is_newer in own_changed(config, path).items():
+        if is_newer:
+            warn(
+                f"{name} has changed since step {step} was saved: what the run has of "
+                "it, such as its graph, may be another"
+            )
 
 
 def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> WorkerState:

@@ -1,6 +1,7 @@
 """The results of a run with several seeds, joined from several runs, and stored."""
 
 import contextlib
+import datetime
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from train.cli.config_json import HOOKS, from_fields, sources, to_json
+import decentjax
+from train.cli.config_json import HOOKS, from_fields, own_changed, sources, to_json
 from train.cli.tables import measured, plain
 from train.config import Config
 from train.job.distributed import gather
@@ -138,13 +140,27 @@ def kept(
     found = gather("results", outcome is not None)
     if outcome is not None and all(found):
         if jax.process_index() == 0:
-            print(f"{path.stem}: from {path}")
+            print(_say_kept(path, config))
         return outcome
     outcome = train()
-    text = json.dumps({**wanted, "outcome": plain(outcome)}, indent=2)
+    by = {"version": decentjax.__version__}
+    text = json.dumps({**wanted, **by, "outcome": plain(outcome)}, indent=2)
     if jax.process_index() == 0:
         write_whole(path, text)
     return outcome
+
+
+def _say_kept(path: Path, config: Config) -> str:
+    """When and by which version results were kept, and what they do not know."""
+    kept = datetime.datetime.fromtimestamp(path.stat().st_mtime)
+    text = f"{path.stem}: from {path}, kept {kept:%Y-%m-%d %H:%M} by decentjax "
+    text += read_json(path).get("version", "0.3.0 or earlier")
+    if not (changed := own_changed(config, path)):
+        return text
+    newer = [name for name, is_newer in changed.items() if is_newer]
+    said = "has" if newer else "may have"
+    names = ", ".join(newer or changed)
+    return f"{text}; {names} {said} changed since: remove the file to train again"
 
 
 def _trained(config: Config) -> dict[str, Any]:
