@@ -39,12 +39,13 @@ def split_address(address: str, port: int | None = None) -> tuple[str, int]:
 
 
 def listening_at(listener: socket.socket) -> tuple[str, int]:
-    """Returns host and port at which a socket listens."""
+    """Returns host and port of this side of a socket."""
     # Unlike `getsockname`, includes the interface of a link-local address:
     # fe80::1%eth0.
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host, port = socket.getnameinfo(listener.getsockname(), flags)
-    return host, int(port)
+    # A socket of IPv6 may have been reached by IPv4.
+    return host.removeprefix("::ffff:") if "." in host else host, int(port)
 
 
 def is_loopback(host: str) -> bool:

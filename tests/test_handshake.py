@@ -242,6 +242,18 @@ def test_another_program_at_an_address_is_no_peer():
                     asked.result(LONG)
 
 
+def test_a_name_that_others_cannot_reach_is_no_address_of_a_peer(monkeypatch):
+    """As Debian has it in /etc/hosts, where it may have a second one."""
+    own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *name, **options: own)
+    party = party_of(Addresses(["node7:5000", "node8:5000"]), [0], bind="node7")
+    with pytest.raises(ValueError, match=r"got 'node7', which is 127.0.1.1 on this"):
+        Links(party, 2, [[SHAPE]])
+    own.append((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.99.99.99", 0)))
+    with pytest.raises(ValueError, match="cannot listen at bind=node7"):  # Not here.
+        Links(party, 2, [[SHAPE]])
+
+
 def test_a_silent_program_at_an_address_is_asked_again_and_delays_nobody():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         silent = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from ipv6 import has_ipv6
+from ipv6 import has_ipv6, needs_ipv6
+from test_emulate import needs_root
 
 from decentjax import distributed
 from decentjax.address import is_loopback, split_address, to_address
@@ -509,3 +510,83 @@ def test_the_scripts_of_the_guide_train_as_a_job(number, tmp_path):
     for _, row in rows:
         params = list(map(float, row.split()))
         assert params == pytest.approx([1.0, -2.0, 3.0], abs=0.1)
+
+
+# Two machines, m0 with the processes 0 and 1, on a network of their own.
+NETWORK = """
+mount --make-rprivate /
+mount -t tmpfs tmpfs /run
+set -e
+for i in 0 1; do ip netns add m$i; done
+ip link add eth0 netns m0 type veth peer name eth0 netns m1
+for i in 0 1; do
+  ip -n m$i link set lo up
+  ip -n m$i addr add 10.99.0.1$i/24 dev eth0
+  ip -n m$i addr add fd99::1$i/64 dev eth0 nodad 2> "$0/ipv6" || true
+  ip -n m$i link set eth0 up
+  printf "127.0.0.1 localhost\\n127.0.1.1 machine$i\\n" > "$0/hosts$i"
+done
+echo 10.99.0.10 machine0 >> "$0/hosts1"
+for number in 0 1 2; do
+  i=$((number / 2))
+  DECENTJAX_PROCESS_ID=$number ip netns exec m$i unshare --uts --mount sh -c "
+    hostname machine$i; mount --bind $0/hosts$i /etc/hosts; exec $1 $0/script.py
+  " &
+done
+set +e
+wait
+"""
+ACROSS = """
+import sys
+import jax, numpy as np
+from decentjax import distributed, local_workers, over_workers, place
+
+mesh = distributed.initialize(start_seconds=int(sys.argv[1]))
+own = place(np.float32(local_workers(mesh)), mesh)
+mean = over_workers(lambda x: jax.lax.pmean(x, "workers"), mesh)
+found = float(jax.jit(mean)(own).addressable_data(0)[0])
+print(f"mean {found}\\n", end="", flush=True)  # Whole, beside those of others.
+"""
+
+
+def two_machines(folder: Path, coordinator: str, seconds: int, **env: str) -> str:
+    (folder / "script.py").write_text(ACROSS.replace("sys.argv[1]", str(seconds)))
+    place = {"COORDINATOR": coordinator, "NUM_PROCESSES": "3"}
+    done = subprocess.run(
+        ["unshare", "-n", "-m", "sh", "-c", NETWORK, str(folder), sys.executable],
+        env=ENV | {f"DECENTJAX_{k}": text for k, text in place.items()} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.draw(2)
+@needs_root
+@pytest.mark.parametrize(
+    ("coordinator", "bind"),
+    [
+        ("10.99.0.10", None),
+        ("10.99.0.10", "0.0.0.0"),
+        pytest.param("[fd99::10]", None, marks=needs_ipv6),
+        pytest.param("10.99.0.10", "[::]", marks=needs_ipv6),
+    ],
+)
+def test_machines_whose_names_are_loopback_exchange(coordinator, bind, tmp_path):
+    """As Debian has them in /etc/hosts."""
+    own = {"JAX_COORDINATOR_BIND_ADDRESS": f"{bind}:5000"} if bind else {}
+    output = two_machines(tmp_path, f"{coordinator}:5000", LONG - 50, **own)
+    assert output.count("mean 1.0") == 3, output
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_coordinator_whose_name_is_loopback_says_so(tmp_path):
+    output = two_machines(tmp_path, "machine0:5000", 8)
+    said = "missing 2 of 3: .*; 127.0.1.1 is reachable only from this machine .*hosts"
+    assert re.search(said, output), output
+    assert "mean" not in output

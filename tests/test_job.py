@@ -129,7 +129,7 @@ def test_a_job_that_begins_is_not_disturbed_by_others(tmp_path):
 
 def meet(place: Place, run_dir: Path | None, seconds: float = 60) -> str:
     """The rendezvous, and then a coordinator that hears all others come."""
-    with rendezvous(place, run_dir, seconds) as listen_at:
+    with rendezvous(place, run_dir, seconds) as (listen_at, _):
         if place.process_id == 0:
             host, port = listen_at.split(":")
             with socket.socket() as coordinator:

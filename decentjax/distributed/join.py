@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import ipaddress
 import itertools
 import math
 import os
@@ -15,7 +16,7 @@ from jax._src import distributed as internals  # The key-value store has no publ
 from jax._src import xla_bridge
 from jax.extend.backend import register_backend_factory
 
-from decentjax.address import is_loopback, split_address, to_address
+from decentjax.address import split_address, to_address
 from decentjax.distributed.deadline import LONG_TIMES
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
@@ -65,7 +66,7 @@ def join(
     provide_cpu_devices(num_devices)  # Raises before others wait for this process.
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     meeting = rendezvous(place, run_dir, start_seconds)
-    with meeting as listen_at, taking_over or contextlib.nullcontext():
+    with meeting as met, taking_over or contextlib.nullcontext():
         host, port = split_address(place.address)
         distributed.initialize(
             to_address(host, port),  # jax aborts on an IPv6 host without brackets.
@@ -74,10 +75,9 @@ def join(
             local_device_ids=own_gpus(place.local_id, num_devices),
             initialization_timeout=start_seconds,
             heartbeat_timeout_seconds=heartbeats,
-            coordinator_bind_address=listen_at,
+            coordinator_bind_address=met.address,
         )
-    if is_loopback(host):
-        _keep_gloo_on_loopback()
+    _listen_with_gloo(met.host)
     number, count = place.process_id, place.num_processes
     if count > 1 or step_deadline is not None:  # No process waits for one alone.
         watch(step_deadline, number, count, client(), lambda: client() is None)
@@ -136,21 +136,22 @@ def tell(name: str, value: str) -> str:
     return client().blocking_key_value_get(key, 1000 * WAIT_SECONDS)
 
 
-def _keep_gloo_on_loopback() -> None:
-    """Makes CPU collectives listen on loopback; call it before a device is used.
+def _listen_with_gloo(host: str) -> None:
+    """Makes CPU collectives listen at an address; call it before a device is used.
 
-    By default gloo listens at the address of the host's name, whatever the
-    coordinator's is.
+    By default gloo listens at the address of the host's name, which others may not
+    reach, or which is not loopback where the coordinator's is.
     """
-
     settings: Any = jax.config
     jaxlib: Any = importlib.import_module("jaxlib._jax")  # It has no types.
-    if settings.jax_cpu_collectives_implementation != "gloo":
+    # The number of an interface, as of a link-local address, is not the other's.
+    is_one = "%" not in host and not ipaddress.ip_address(host).is_unspecified
+    if settings.jax_cpu_collectives_implementation != "gloo" or not is_one:
         return
 
     def make_client() -> Any:
         gloo = jaxlib.make_gloo_tcp_collectives(
-            distributed_client=client(), hostname="127.0.0.1"
+            distributed_client=client(), hostname=host
         )
         return xla_bridge.make_cpu_client(gloo)
 

@@ -45,9 +45,23 @@ class Wait(NamedTuple):
         return max(0.1, self.end - time.monotonic())
 
 
+class Meeting(NamedTuple):
+    """Where a process of a job listens, once all have met.
+
+    Args:
+      address: address of the coordinator.
+      host: address of this process that the others reach, since they have reached
+        process 0 or, of process 0, this process by it. Its own name may be a loopback
+        address, as Debian maps it.
+    """
+
+    address: str
+    host: str
+
+
 @contextlib.contextmanager
-def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[str]:
-    """Waits for all processes, and yields the address for the coordinator.
+def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[Meeting]:
+    """Waits for all processes, and yields where this one listens.
 
     No other job can claim the port before the context exits.
 
@@ -63,16 +77,17 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
     """
     wait = Wait(seconds, time.monotonic() + seconds)
     if place.process_id > 0:
-        _join(place, run_dir, wait)
-        yield place.address
+        yield Meeting(place.address, _join(place, run_dir, wait))
         return
     with _claim(place.address) as server:
         with _token(run_dir) as token:
-            _host(server, place, token, wait)
+            reached = _host(server, place, token, wait)
         host, port = listening_at(server)
         if not is_loopback(host):
             _warn_of_strangers(place.address)
-        yield to_address(host, port)
+        # It may listen at all addresses of its machine.
+        own = min(reached, key=is_loopback, default=host)
+        yield Meeting(to_address(host, port), own)
 
 
 def _claim(address: str) -> socket.socket:
@@ -97,8 +112,14 @@ def _claim(address: str) -> socket.socket:
         ) from error
 
 
-def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) -> None:
-    """Process 0: greets and checks all connections, and waits for its whole job."""
+def _host(
+    server: socket.socket, place: Place, token: str | None, wait: Wait
+) -> list[str]:
+    """Process 0: greets and checks all connections, and waits for its whole job.
+
+    Returns:
+      The addresses of this machine by which the others have come.
+    """
     came: dict[int, socket.socket] = {}
     guests: list[socket.socket] = []
     refused: list[str] = []
@@ -134,6 +155,7 @@ def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) ->
         late = "all processes of its job have come: another job needs another port"
         for guest in guests:  # From here on only the coordinator listens.
             _send(guest, {"refused": None if guest in came.values() else late})
+        return [listening_at(guest)[0] for guest in came.values()]
 
 
 def _admitted(
@@ -161,10 +183,15 @@ def _admitted(
     return None
 
 
-def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
-    """Other processes: prove to process 0 that they belong to its job, and wait."""
+def _join(place: Place, run_dir: Path | None, wait: Wait) -> str:
+    """Other processes: prove to process 0 that they belong to its job, and wait.
+
+    Returns:
+      The address of this machine by which it has reached process 0.
+    """
     address = place.address
     with _connected(address, wait) as server:
+        own, _ = listening_at(server)
         server.settimeout(GREETING_SECONDS)
         match _receive(server):
             case {"rendezvous": int(), "token": str() | None as token}:
@@ -191,6 +218,7 @@ def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
                 )
     # Wait until the coordinator listens: gRPC would retry only after a second.
     _connected(address, wait).close()
+    return own
 
 
 def _connected(address: str, wait: Wait) -> socket.socket:
@@ -223,6 +251,8 @@ def _missing(
     missing = [str(i) for i in range(1, place.num_processes) if i not in came]
     host = server.getsockname()[0]
     alone = f"; {host} is reachable only from this machine" if is_loopback(host) else ""
+    if alone and not is_loopback(split_address(place.address)[0]):
+        alone += " (/etc/hosts): give its address in the network"
     return (
         f"not all processes joined at {place.address} within {wait.seconds} s, "
         f"missing {', '.join(missing)} of {place.num_processes}: were all of them "
@@ -284,9 +314,9 @@ def _receive(connection: socket.socket) -> Any:
 def _warn_of_strangers(address: str) -> None:
     """Warns that gloo and, by default, the coordinator have no authentication."""
     print(
-        f"warning: process 0 listens at {address}, and each process at its host's "
-        "address: anyone who can connect can join or end the job, and read and change "
-        "its models, as by default nothing is authenticated or encrypted; use a "
+        f"warning: process 0 listens at {address}, and each process at its own "
+        "address there: anyone who can connect can join or end the job, and read and "
+        "change its models, as by default nothing is authenticated or encrypted; use a "
         "private network, see SECURITY.md",
         file=sys.stderr,
         flush=True,

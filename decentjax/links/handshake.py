@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from decentjax.address import listening_at, split_address, to_address
+from decentjax.address import is_loopback, listening_at, split_address, to_address
 from decentjax.links.bell import Bell
 from decentjax.links.tunnel import MAX_GUESTS, Contexts, dial, host_tunnel
 from decentjax.links.wire import (
@@ -493,17 +493,20 @@ def _listen(bind: str) -> socket.socket:
     try:
         host, port = split_address(bind, port=0)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # A name may have several addresses; all peers are likely to have IPv4.
-        family, *_, own = min(found, key=lambda x: x[0])
+        # A name may have several addresses; all peers are likely to have IPv4. Debian
+        # gives a machine's own name one that no other machine can reach.
+        found.sort(key=lambda x: (is_loopback(str(x[4][0])), x[0]))
+        family, *_, own = found[0]
         listener = socket.create_server(own, family=family, backlog=1024)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot listen at bind={bind}: {error}") from error
     own = listening_at(listener)[0]
-    if (
-        own in ("0.0.0.0", "::") or "%" in own
-    ):  # jax's transfer does not support interfaces.
+    hidden = is_loopback(own) and not is_loopback(host)
+    # jax's transfer does not support interfaces.
+    if hidden or own in ("0.0.0.0", "::") or "%" in own:
         listener.close()
         raise ValueError(
             f"bind must be an address at which peers reach this process, got {bind!r}"
+            + (f", which is {own} on this machine (/etc/hosts)" if hidden else "")
         )
     return listener
