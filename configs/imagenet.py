@@ -17,7 +17,12 @@ Paper: top-1, top-5 and the last epoch's training loss
 Ours: not measured; neither the data nor GPUs were available.
 
 Per step: 32 workers * 32 images = 1,024; 90 epochs of 1,251 steps, 5 of them warm-up.
-The paper does not say DAdam's learning rate here; this is AccumAdam's.
+The paper does not say DAdam's learning rate here; this is AccumAdam's. All else is that
+of the released script but for bfloat16 in place of float16, resizing with antialiasing,
+which the script turns off, at most 10 draws of a crop in place of 100, no weight decay
+of the shortcuts' norms, and the running variance of a norm; and the scores are of the
+mean model, those of the script of each worker's on its share of the images.
+docs/hyperparameters.md has all rows.
 """
 
 import dataclasses
@@ -44,6 +49,7 @@ imagenet_accumadam_aer = Config(
             num_classes=1000,
             width=64,
             stem="imagenet",
+            last_scale=1.0,
             compute_dtype="bfloat16",
         ),
         eval_processes=8,

@@ -12,7 +12,12 @@ be told which is which; none of the others.
 Ours: not measured; neither the data nor GPUs were available.
 
 Per step: 16 workers * 30 windows * 1,024 tokens = 491,520. The paper does not say
-DAdamW's hyperparameters here; these are AccumAdamW's.
+DAdamW's hyperparameters here; these are AccumAdamW's. All else is that of the released
+script but for bfloat16 in place of float16, clipping of the whole gradient in place of
+each bucket of 100 MB, and windows without repetition in a pass; docs/hyperparameters.md
+has all rows. As in Decent-DP of that time, all models are averaged every 1,000 steps;
+later versions' `global_avg()` is for the evaluation alone, and discarded by the next
+step.
 """
 
 import dataclasses
@@ -40,15 +45,18 @@ openwebtext_accumadamw_aer = Config(
             num_layers=12,
             num_heads=12,
             width=768,
+            norm_epsilon=1e-5,
+            mlp="exact_gelu",
             compute_dtype="bfloat16",
         ),
     ),
     workers=WorkersConfig(num_workers=16, workers_per_node=4),
-    topology=TopologyConfig(name="alternating_exponential_ring"),
+    topology=TopologyConfig(name="alternating_exponential_ring", mean_every=1000),
     step=StepConfig(algorithm="awc", batch_per_worker=30, num_micro_batches=2),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=6e-4,
+        initial_learning_rate=3e-7,
         warmup_steps=2000,
         decay="cosine",
         final_learning_rate=6e-5,
@@ -61,9 +69,7 @@ openwebtext_accumadamw_aer = Config(
     evaluation=EvaluationConfig(every_steps=1000),
     checkpoint=CheckpointConfig(every_steps=2000),
 )
-complete_graph = dataclasses.replace(
-    openwebtext_accumadamw_aer.topology, name="complete"
-)
+complete_graph = TopologyConfig(name="complete")
 openwebtext_accumadamw_complete = dataclasses.replace(
     openwebtext_accumadamw_aer,
     name="openwebtext_accumadamw_complete",

@@ -8,7 +8,8 @@ and `decentjax prepare wmt14 --pair fr-en --vocabulary 32000 --out data/wmt14_fr
 Command: `srun decentjax train wmt14_de_accumadam_aer --distributed.enabled`, then
 `decentjax evaluate runs/wmt14_de_accumadam_aer`; and so on.
 Hardware: 16 GPUs, 4 nodes of 4.
-Paper: BLEU / METEOR
+Paper: BLEU / METEOR, of tokenized text: both sides as Moses splits them. `evaluate` has
+sacreBLEU of the raw text, another measure, whose numbers are not to be set beside these
 
                         German                   French
     accumadam_aer       27.71 ± 0.09 / 0.5481    46.05 ± 0.03 / 0.6715
@@ -19,13 +20,18 @@ Paper: BLEU / METEOR
 
 Ours: not measured; neither the data nor GPUs were available.
 
-Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps, 24 passes of
-the German pairs, some three of the French. The warm-up is that of the released code,
-the dropout that of its older configs; the code's average of all models after each pass
-is not made here.
+Per step: the script's 25,000 tokens of each side, padding not counted. Here a batch is
+counted with it: 1,720 tokens of each side per worker are as many pairs as the script's
+1,562, on lengths like those of WMT14, and 130,000 steps 24 passes of 4.5 million German
+pairs, and three of the French. The warm-up is that of the released code, the dropout
+that of its older configs; it has 4 accumulated steps, and for French a dropout of 0.3.
+As in Decent-DP of that time, all models are averaged after each pass of the German
+pairs, of about 5,372 steps (of the French, which would be two averages in all, not);
+later versions' `global_avg()` is for the evaluation alone, and discarded by the next
+step. docs/hyperparameters.md has all rows.
 With 8 workers the paper's code has, for German, `--workers.num-workers 8
---step.batch-per-worker 3125 --optimizer.learning-rate 8e-4 --optimizer.accum-steps 4`;
-for 32, with N/2: `--workers.num-workers 32 --step.batch-per-worker 781
+--step.batch-per-worker 3440 --optimizer.learning-rate 8e-4 --optimizer.accum-steps 4`;
+for 32, with N/2: `--workers.num-workers 32 --step.batch-per-worker 860
 --optimizer.accum-steps 16`.
 """
 
@@ -60,8 +66,8 @@ wmt14_de_accumadam_aer = Config(
         ),
     ),
     workers=WorkersConfig(num_workers=16, workers_per_node=4),
-    topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=1562),
+    topology=TopologyConfig(name="alternating_exponential_ring", mean_every=5372),
+    step=StepConfig(algorithm="awc", batch_per_worker=1720),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=7e-4,
@@ -78,7 +84,8 @@ wmt14_de_accumadam_aer = Config(
     evaluation=EvaluationConfig(every_steps=5000),
     checkpoint=CheckpointConfig(every_steps=5000),
 )
-complete_graph = dataclasses.replace(wmt14_de_accumadam_aer.topology, name="complete")
+complete_graph = TopologyConfig(name="complete")
+no_mean = TopologyConfig(name="alternating_exponential_ring")
 dadam = dataclasses.replace(wmt14_de_accumadam_aer.optimizer, name="adamw")
 all_reduce = dataclasses.replace(wmt14_de_accumadam_aer.step, algorithm="all_reduce")
 wmt14_de_accumadam_complete = dataclasses.replace(
@@ -115,7 +122,10 @@ french = dataclasses.replace(
     ),
 )
 wmt14_fr_accumadam_aer = dataclasses.replace(
-    wmt14_de_accumadam_aer, name="wmt14_fr_accumadam_aer", task=french
+    wmt14_de_accumadam_aer,
+    name="wmt14_fr_accumadam_aer",
+    task=french,
+    topology=no_mean,
 )
 wmt14_fr_accumadam_complete = dataclasses.replace(
     wmt14_fr_accumadam_aer, name="wmt14_fr_accumadam_complete", topology=complete_graph

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from record_peers import SMALL_GPT, TOKENS, numbers, recorded
+from scipy import special
 
 from train.models.gpt import GPT, GPTConfig, start_cache, turned
 
@@ -57,6 +58,8 @@ def numpy_gpt(model: GPT, config: GPTConfig, tokens: np.ndarray) -> np.ndarray:
         if config.mlp == "swiglu":
             gate = linear(x, block.gate)
             return gate / (1 + np.exp(-gate)) * up
+        if config.mlp == "exact_gelu":
+            return 0.5 * up * (1 + special.erf(up / np.sqrt(2)))
         return 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
 
     table = np.asarray(model.tokens.embedding[...], np.float64)
@@ -76,6 +79,7 @@ PARTS = {
     "rms": {"norm": "rms"},
     "rotary": {"positions": "rotary"},
     "grouped": {"num_kv_heads": 2},
+    "exact_gelu": {"mlp": "exact_gelu"},
     "swiglu": {"mlp": "swiglu", "hidden": 12},
     "untied": {"tied": False},
 }

@@ -112,7 +112,9 @@ def test_half_precision_becomes_float32(tmp_path):
     np.testing.assert_array_equal(found, half.astype(np.float32))
 
 
-@pytest.mark.parametrize("config", [OURS, GPT2])
+@pytest.mark.parametrize(
+    "config", [OURS, GPT2, dataclasses.replace(GPT2, mlp="exact_gelu")]
+)
 def test_what_is_written_is_read_bit_for_bit(config, tmp_path):
     params = drawn(config)
     names = load_file(save(tmp_path) / "model.safetensors").keys()
@@ -121,13 +123,15 @@ def test_what_is_written_is_read_bit_for_bit(config, tmp_path):
     assert load_file(tmp_path / "model.safetensors").keys() == names
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_transformers_has_our_logits_and_we_have_its(bias, tmp_path):
+@pytest.mark.parametrize(
+    ("bias", "mlp"), [(False, "gelu"), (True, "gelu"), (True, "exact_gelu")]
+)
+def test_transformers_has_our_logits_and_we_have_its(bias, mlp, tmp_path):
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     import torch
 
-    config = dataclasses.replace(GPT2, bias=bias)
+    config = dataclasses.replace(GPT2, bias=bias, mlp=mlp)
     params = jax.tree.map(lambda x: x / 4, drawn(config))
     (tmp_path / "ours").mkdir()
     write_gpt2(tmp_path / "ours", config, params, {}, end=None)
@@ -144,6 +148,7 @@ def test_transformers_has_our_logits_and_we_have_its(bias, tmp_path):
     [
         ({"model_type": "llama"}, "must say model_type = gpt2 for a GPT, got llama"),
         ({"activation_function": "relu"}, "must say activation_function = gelu_new"),
+        ({"activation_function": "gelu"}, "set --task.model.mlp exact_gelu$"),
         ({"tie_word_embeddings": False}, "must say tie_word_embeddings = True"),
         (
             {"n_head": 4, "layer_norm_epsilon": 1e-6},

@@ -1,5 +1,6 @@
 """README and the pages of docs/ hold: commands and code run, links lead somewhere."""
 
+import functools
 import json
 import os
 import re
@@ -335,6 +336,25 @@ def test_the_configs_of_commands_exist():
 
 
 @pytest.mark.slow
+def test_the_hyperparameters_of_the_page_are_those_of_the_configs():
+    page = (ROOT / "docs" / "hyperparameters.md").read_text()
+    seen = 0
+    for section in page.split("\n## ")[2:-1]:
+        own, _, rows = section.partition("\n")
+        row = r"^\| (?:`(\w+)` )?`(\w+(?:\.\w+)*)` \| (.+?) \|"
+        for other, field, value in re.findall(row, rows, re.MULTILINE):
+            if field in shipped_configs():
+                continue  # A row of a whole config.
+            config = load_config(Path(other or own.strip("`")))
+            got = functools.reduce(getattr, field.split("."), config)
+            if isinstance(got, int | float) and not isinstance(got, bool):
+                assert got == float(value.replace(",", "")), (own, field)
+            else:
+                assert str(got) == value, (own, field)
+            seen += 1
+    assert seen > 100
+
+
 def test_the_configs_of_train_commands_fit_together(monkeypatch):
     """With their options, which are read as by the program; nothing is trained."""
     made = []

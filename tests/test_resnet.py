@@ -267,6 +267,14 @@ def test_zero_init_starts_each_block_as_its_shortcut(depth, channels):
     assert not np.array_equal(scaled, inputs)
 
 
+def test_the_last_norm_of_a_block_may_start_at_one():
+    sizes = ResNetConfig(depth=8, last_scale=1.0)
+    model = jax.jit(lambda: nnx.state(ResNet(sizes, rngs=nnx.Rngs(0)), nnx.Param))()
+    for block in model.blocks.values():
+        for layer in block.layers.values():
+            np.testing.assert_array_equal(layer.norm.scale[...], 1)
+
+
 def test_kernels_start_with_the_variance_of_he():
     layer = NormedConv(8, 32, 3, 1, config(), nnx.Rngs(0))
     deviation = layer.conv.kernel[...].std()

@@ -46,7 +46,8 @@ class GPTConfig:
       positions: "learned" adds a vector to each token, "rotary" turns queries and keys.
       num_kv_heads: G, heads of keys and values, each for H / G heads of queries; None
         for H.
-      mlp: perceptron, "gelu" of two layers, or "swiglu" of three.
+      mlp: perceptron, "gelu" of two layers, by tanh as in GPT-2, "exact_gelu", by the
+        error function as in nanoGPT, or "swiglu" of three.
       hidden: width inside the perceptron; None for 4 D.
       tied: whether one matrix embeds and predicts tokens.
       compute_dtype: dtype of activations; parameters are float32.
@@ -68,7 +69,7 @@ class GPTConfig:
     norm_epsilon: float = 1e-6
     positions: Literal["learned", "rotary"] = "learned"
     num_kv_heads: int | None = None
-    mlp: Literal["gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "exact_gelu", "swiglu"] = "gelu"
     hidden: int | None = None
     tied: bool = True
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -216,6 +217,7 @@ class GPTBlock(nnx.Module):
         self.out = residual(width, width)
         self.mlp_norm = _norm(config, rngs)
         self.gate = inner(width, hidden) if config.mlp == "swiglu" else None
+        self.by_tanh = config.mlp == "gelu"
         self.up = inner(width, hidden)
         self.down = residual(hidden, width)
         self.dropout = nnx.Dropout(config.dropout)
@@ -261,8 +263,8 @@ class GPTBlock(nnx.Module):
         out_BxTxHxK = attend(q_BxTxHxK, *keys_values, seen_B, self.implementation)
         x_BxTxD += drop(self.out(out_BxTxHxK.reshape(x_BxTxD.shape)))
         normed = self.mlp_norm(x_BxTxD)
-        if self.gate is None:  # By tanh, as in GPT-2.
-            hidden = jax.nn.gelu(self.up(normed), approximate=True)
+        if self.gate is None:
+            hidden = jax.nn.gelu(self.up(normed), approximate=self.by_tanh)
         else:
             hidden = jax.nn.silu(self.gate(normed)) * self.up(normed)
         return x_BxTxD + drop(self.down(hidden))

@@ -48,9 +48,10 @@ SIZES = {
     "width": ("n_embd", 768),
     "norm_epsilon": ("layer_norm_epsilon", 1e-5),
 }
+# Names of the activation by the kind of a GPT's perceptron, the default first.
+ACTIVATIONS = {"gelu": ("gelu_new", "gelu_pytorch_tanh"), "exact_gelu": ("gelu",)}
 # What a GPT has no other form of, the default first.
 FORMS = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "tie_word_embeddings": (True,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -88,6 +89,7 @@ def write_gpt2(
         "architectures": ["GPT2LMHeadModel"],
         **{name: getattr(config, field) for field, (name, _) in SIZES.items()},
         **{name: values[0] for name, values in FORMS.items()},
+        "activation_function": ACTIVATIONS[config.mlp][0],
         "resid_pdrop": config.dropout,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
@@ -112,6 +114,7 @@ def read_gpt2(folder: Path, fields: dict[str, Any], config: Any) -> nnx.State:
     """
     config = _check_gpt(config)
     _check_form(folder, fields)
+    _check_activation(folder, fields, config)
     _check_sizes(folder, fields, config)
     shapes, whole = _shapes(config), _shapes(dataclasses.replace(config, bias=True))
     needed = [name for name, _ in _named(shapes)]
@@ -148,7 +151,7 @@ def _check_gpt(config: Any) -> GPTConfig:
     default = GPTConfig()
     for name in ("norm", "positions", "num_kv_heads", "mlp", "hidden", "tied"):
         wanted, got = getattr(default, name), getattr(config, name)
-        if got != wanted:
+        if got != wanted and got not in ACTIVATIONS:
             raise ValueError(
                 f"GPT-2's layout is one for models with {name} = {wanted}, got {got}"
             )
@@ -222,6 +225,21 @@ def _check_form(folder: Path, fields: dict[str, Any]) -> None:
             raise ValueError(
                 f"{folder / CONFIG} must say {name} = {values[0]} for a GPT, got {got}"
             )
+
+
+def _check_activation(folder: Path, fields: dict[str, Any], config: GPTConfig) -> None:
+    known = {name: mlp for mlp, names in ACTIVATIONS.items() for name in names}
+    got = fields.get("activation_function", next(iter(known)))
+    if got not in known:
+        raise ValueError(
+            f"{folder / CONFIG} must say activation_function = {' or '.join(known)} "
+            f"for a GPT, got {got}"
+        )
+    if known[got] != config.mlp:
+        raise ValueError(
+            f"the model of {folder} has another perceptron than the config: set "
+            f"--task.model.mlp {known[got]}"
+        )
 
 
 def _check_sizes(folder: Path, fields: dict[str, Any], config: GPTConfig) -> None:

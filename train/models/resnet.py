@@ -37,6 +37,9 @@ class ResNetConfig:
       stem: "imagenet" divides height and width by four (a 7x7 convolution and a pool,
         2 each), "small" keeps them (a 3x3 convolution).
       in_channels: C of the images.
+      last_scale: initial scale of the last norm of each block; 0 makes a block its
+        shortcut at first, so that a deep network starts as a shallow one (Goyal et al.,
+        section 5.1), torchvision has 1.
       convolution: "matmul" multiplies the shifted images, side by side, by the kernel.
         It is for models under `jax.vmap`, where "xla" becomes a grouped convolution:
         for 32 models of depth 8, with 4 images of 8x8 each, loss and gradient took
@@ -51,6 +54,7 @@ class ResNetConfig:
     width: int = 16
     stem: Literal["imagenet", "small"] = "small"
     in_channels: int = 3
+    last_scale: float = 0.0
     convolution: Literal["xla", "matmul"] = "xla"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
@@ -132,10 +136,8 @@ class ResidualBlock(nnx.Module):
         for out, size, step in layers:
             self.layers.append(NormedConv(channels, out, size, step, config, rngs))
             channels = out
-        # Each block is its shortcut at first, so that a deep network starts as a
-        # shallow one (Goyal et al., section 5.1).
         scale = self.layers[-1].norm.scale
-        scale[...] = jnp.zeros_like(scale[...])
+        scale[...] = jnp.full_like(scale[...], config.last_scale)
         # Option B of the paper for ImageNet's networks, option A for CIFAR's.
         convolved = config.depth in (18, 50) and (stride > 1 or in_channels != channels)
         self.shortcut = (
