@@ -65,8 +65,11 @@ def _is_added(equation: JaxprEqn, wanted: set[Var], made: dict[Var, JaxprEqn]) -
     """Whether it adds, or switches by a product, as `optax.MultiSteps` does."""
     if equation.primitive.name != "mul":
         return equation.primitive.name in _SAME | _SUMS
-    of = [made[x] for x in _variables(equation.invars) if x in made and x not in wanted]
-    return any(x.invars[0].aval.dtype == bool for x in of if x.invars)
+    factors = [
+        made[x] for x in _variables(equation.invars) if x in made.keys() - wanted
+    ]
+    sources: list[Any] = [x.invars[0] for x in factors if x.invars]
+    return any(x.aval.dtype == bool for x in sources)
 
 
 def _is_scaled(equation: JaxprEqn, wanted: set[Var], made: dict[Var, JaxprEqn]) -> bool:

@@ -107,13 +107,12 @@ def copies_of_params(lens: Lens, state: Any, *known: type) -> list[Copy]:
     leaves = jax.tree.leaves(state)
     pairs = [x for x in _namesakes(lens, state, known) if _have_values(leaves, x)]
     values = {one.of: _values(leaves[one.of]) for one in pairs}
-    telling = {
-        n for n, x in values.items() if (x.ravel() != x.ravel()[:1]).any()
-    } or values
+    varied = {n for n, x in values.items() if (x.ravel() != x.ravel()[:1]).any()}
     return [
         one
         for one in pairs
-        if one.of in telling and _are_equal(values[one.of], _values(leaves[one.number]))
+        if one.of in (varied or values)
+        and _are_equal(values[one.of], _values(leaves[one.number]))
     ]
 
 

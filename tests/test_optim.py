@@ -19,8 +19,12 @@ from decentjax import (
     accum_adamw,
     decentralize,
     decentralize_atc,
+    decentralize_rounds,
+    exact_diffusion,
+    methods,
     mix,
     over_workers,
+    quasi_global_momentum,
     scale_by_accum_adam,
     topology,
     worker_mesh,
@@ -834,6 +838,26 @@ def test_other_arguments_of_update_reach_the_inner_optimizer():
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update_fn)
     optimizer = decentralize(inner, topology.complete(4), AXIS)
     np.testing.assert_allclose(_update_once(optimizer, scale=7.0, step=0), 7)
+
+
+def test_shapes_are_params_or_get_a_sentence():
+    shapes = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
+    state = accum_adamw(0.1).init(shapes)
+    assert state[0].acc["w"].dtype == jnp.float32
+    rounds = decentralize_rounds(optax.sgd(0.1), methods.diloco(2), AXIS)
+    for one in (quasi_global_momentum(0.1), exact_diffusion(optax.sgd(0.1)), rounds):
+        with pytest.raises(
+            TypeError, match=r"got the shape of one: call it .*eval_sha"
+        ):
+            one.init({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+        jax.eval_shape(one.init, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_quasi_global_momentum_ignores_what_is_for_others():
+    params = {"w": jnp.ones(3)}
+    one = quasi_global_momentum(0.1)
+    found, _ = one.update(params, one.init(params), params, value=1.0)
+    np.testing.assert_allclose(found["w"], -0.1 * np.ones(3), rtol=1e-6)
 
 
 def test_numbers_of_python_are_params():

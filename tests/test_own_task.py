@@ -36,6 +36,7 @@ from train.fields import checked
 from train.report import write_report
 from train.run.choose import build_policy
 from train.run.loop import train
+from train.run.optimizers import optimizer_with
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.scores import read_trained
 from train.run.trace import COLUMNS, check_batch, trace_task
@@ -492,6 +493,25 @@ def test_what_is_no_function_or_task_is_a_sentence(make, words):
 def test_what_is_no_optimizer_is_a_sentence(optimizer, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         train(of(optimizer=optimizer), tmp_path)
+
+
+def several_steps(schedule):
+    return optax.MultiSteps(optax.adam(schedule), 4)
+
+
+def test_an_own_optimizer_may_be_one_of_several_steps():
+    params = {"w": np.ones(3, "float32")}
+    config = OptimizerConfig(make=several_steps, clip_norm=None)
+    found = optimizer_with(config, lambda step: 0.1)
+    wanted = several_steps(0.1)
+    x, y, state, other = params, params, found.init(params), wanted.init(params)
+    for _ in range(5):
+        updates, state = found.update(params, state, x)
+        x = optax.apply_updates(x, updates)
+        updates, other = wanted.update(params, other, y)
+        y = optax.apply_updates(y, updates)
+    np.testing.assert_array_equal(x["w"], y["w"])
+    assert x["w"][0] < 1
 
 
 def test_a_schedule_of_ones_own_has_no_warm_up():

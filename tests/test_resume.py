@@ -644,6 +644,22 @@ class Keyed(line.Line):
         return task._replace(init=init, loss_fn=loss_fn, score_fn=score_fn)
 
 
+class OldKeyed(line.Line):
+    """Its model state has a key in jax's old form, beside numbers that are none."""
+
+    def build(self):
+        task = super().build()
+
+        def loss_fn(params, model_state, batch, key):
+            return task.loss_fn(params, (), batch, key)[0], (model_state, {})
+
+        def init(key):
+            state = {"dropout_rng": jax.random.PRNGKey(3), "seen": np.uint32([5, 0])}
+            return task.init(key)[0], state
+
+        return task._replace(init=init, loss_fn=loss_fn)
+
+
 class Wide(Keyed):
     """Its w has three numbers."""
 
@@ -727,6 +743,18 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
     keys = train(wider, tmp_path, Resume(workers=how)).state.model_state["keys"]
     assert keys.shape == (7, 2)
     assert len(set(map(str, jax.random.key_data(keys.ravel())))) == 14
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is taken for a random key")
+def test_old_keys_of_a_model_state_are_new_for_other_workers(tmp_path):
+    config = dataclasses.replace(LINE, task=OldKeyed(), num_steps=5)
+    train(config, tmp_path)
+    workers = dataclasses.replace(LINE.workers, num_workers=7)
+    wider = dataclasses.replace(config, workers=workers, num_steps=6)
+    state = train(wider, tmp_path, Resume(workers="mean")).state.model_state
+    assert len(np.unique(state["dropout_rng"], axis=0)) == 7
+    np.testing.assert_array_equal(state["seen"], [[5, 0]] * 7)
 
 
 @pytest.mark.parametrize(
