@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,14 +21,22 @@ import tiny_numbers
 from line import config as line
 
 import decentjax
+from decentjax import topology
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.tables import quantity
-from train.config import CheckpointConfig, LogConfig, StepConfig, ThinningPolicy
+from train.config import (
+    CheckpointConfig,
+    LogConfig,
+    StepConfig,
+    ThinningPolicy,
+    TopologyConfig,
+)
 from train.run import sinks
 from train.run.build import build_state
 from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
 from train.run.loop import train
+from train.run.method import build_method
 from train.run.observe import local_mean
 from train.run.optimizers import build_optimizer
 from train.run.resume import Resume, saved_config
@@ -624,3 +633,38 @@ def test_a_mean_of_narrow_numbers_is_that_of_the_numbers(count, dtype):
         for x in hits
     ]
     assert ratios(batches)["top_1"] == 0.75
+
+
+def islands(num_workers):
+    return topology.from_edges([(0, 1), (2, 3)], num_workers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_said"),
+    [
+        ({"topology": TopologyConfig(make=islands)}, True),
+        ({"topology": TopologyConfig(make=islands, mean_every=5)}, False),
+        ({"topology": TopologyConfig(name="alone")}, False),
+        (
+            {
+                "topology": TopologyConfig(make=islands),
+                "step": StepConfig(algorithm="all_reduce"),
+            },
+            False,
+        ),
+        (
+            {
+                "topology": TopologyConfig(make=islands),
+                "step": StepConfig(algorithm="rounds"),
+            },
+            True,
+        ),
+    ],
+    ids=["islands", "mean_every", "alone", "all_reduce", "rounds"],
+)
+def test_a_config_of_a_graph_in_parts_is_said(fields, is_said):
+    config = dataclasses.replace(line, **fields)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        build_method(config)
+    assert ["not connected" in str(x.message) for x in said] == [True] * is_said

@@ -109,8 +109,8 @@ class Beside(Closing):
     ):
         warn_of_parts(rounds.schedule.name, rounds.schedule.exchanges)
 
-        def local(*given: Any) -> tuple[WorkerState, Metrics]:
-            new, metrics = adapt(*given)
+        def local(state: WorkerState, batch: Any, mixed: Any) -> Step:
+            new, metrics = adapt(state, batch, mixed)
             return jax.tree.map(strong, new), metrics
 
         self._adapt, self._rounds, self._mesh = local, rounds, mesh

@@ -144,6 +144,7 @@ def build_method(config: Config, task: Task | None = None) -> Method:
 def _every_step(config: Config, rule: Rule) -> Method:
     is_early = config.step.algorithm == "awc"
     graph, policy = config.topology.build(config.workers), build_policy(config)
+    is_fixed = isinstance(config.policy, FixedPolicy)
 
     def beside(local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
         return gossip.Background(local, graph, mesh, **options)
@@ -155,7 +156,7 @@ def _every_step(config: Config, rule: Rule) -> Method:
 
     return Method(
         config.step.algorithm,
-        policy.menu,
+        graph if is_fixed else policy.menu,
         graph,
         functools.partial(
             awc_step if is_early else atc_step, mix=bind_mix(config.step, rule)
@@ -166,7 +167,7 @@ def _every_step(config: Config, rule: Rule) -> Method:
         _whole(config),
         functools.partial(step_bytes, config),
         times,
-        policy=None if isinstance(config.policy, FixedPolicy) else policy,
+        policy=None if is_fixed else policy,
     )
 
 

@@ -168,9 +168,9 @@ def build_score(task: Task) -> Score:
 
 def ratios(parts: Sequence[Totals]) -> dict[str, np.ndarray]:
     """Returns the ratio of the summed totals of some batches, by score."""
+    # In float64: NumPy sums bfloat16 in bfloat16.
     return {
-        # Sums first: a mean of ratios would overrate a last batch that is smaller. In
-        # float64: NumPy sums bfloat16 in bfloat16.
-        name: np.divide(*sum(np.asarray(part[name], np.float64) for part in parts))
+        # Sums first: a mean of ratios would overrate a last batch that is smaller.
+        name: np.divide(*np.sum([np.array(x[name], float) for x in parts], axis=0))
         for name in parts[0]
     }
