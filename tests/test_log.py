@@ -1,10 +1,12 @@
 """What a run says while it runs: header, units, throughput, sinks and traces."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gzip
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -508,7 +510,6 @@ def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
     store = tmp_path / "run" / "mlruns"
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     config = kept_config("mlflow")
     client = mlflow.MlflowClient()
 
@@ -529,6 +530,150 @@ def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
     newest(1)
     values_once(tmp_path / "run")
     newest(2)
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    """With what is set in the environment of one test."""
+    found = pytest.importorskip("mlflow")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in [name for name in os.environ if name.startswith("MLFLOW")]:
+        del os.environ[name]
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def log(names, folder):
+    """Opens the sink mlflow, and writes two rows of these metrics."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"id": folder.name}))
+    with sinks.open_sinks(named_sinks(["mlflow"]), SHORT, folder, 0) as write:
+        for step in (5, 10):
+            write(step, {name: step + i for i, name in enumerate(names)})
+
+
+def logged(mlflow, uri):
+    """The last values of each run, by its id and name."""
+    client = mlflow.MlflowClient(uri, uri)
+    experiment = client.get_experiment_by_name("decentjax")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    return {run.data.tags["decentjax.id"]: run.data.metrics for run in runs}
+
+
+@pytest.mark.parametrize("uri", ["file:{}/store", "{}/store", "store", "", None])
+def test_mlflow_takes_a_folder_and_needs_none(uri, mlflow, tmp_path, capsys):
+    """As its version says, whose newest refuses folders."""
+    if uri is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = uri.format(tmp_path)
+    log([LOSS], tmp_path / "run")
+    assert "dropped" not in capsys.readouterr().err
+    store = "store" if uri else "mlruns"
+    assert logged(mlflow, str(tmp_path / store)) == {"run": {LOSS: 10}}
+
+
+def test_a_database_that_mlflow_cannot_use_is_named(mlflow, tmp_path, capsys):
+    os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///own.db"
+    log([LOSS], tmp_path / "run")
+    said = capsys.readouterr().err
+    assert (
+        "is the database sqlite:///own.db, which mlflow-skinny cannot use: pip" in said
+    )
+
+
+LONG_NAME = "train/" + "x" * 300
+# As it is there, by the name of a metric.
+NAMES = {
+    LOSS: LOSS,
+    "train/recall@5": "train/recall_5",
+    "train/recall#5": "train_recall_5_",  # Not that of another.
+    "train/IoU, mean (%)": "train/IoU_ mean ___",
+    "train/损失": "train/损失",
+    "train/": "train/_",
+    "": "_",
+    "/root": "__root_",
+    "a//b/../c": "a/_/b/_/c",
+    "train/loss/part": "train_loss_part_",  # No file is a folder too.
+    "deep/er/x": "deep/er/x",
+    "deep/er": "deep_er_",
+    LONG_NAME: LONG_NAME[:240],
+    LONG_NAME + "y": LONG_NAME.replace("/", "_")[:240] + "_",
+    "train/" + "损" * 100: "train/" + "损" * 78,
+    "a\nb\0\ud83d": "a_b__",
+}
+
+
+def test_mlflow_has_each_metric_whatever_its_name(mlflow, tmp_path, capsys):
+    log(NAMES, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "dropped" not in said
+    assert said.count("warning: mlflow does not take the name 'train/recall@5'") == 1
+    assert said.count("mlflow does not take") == sum(k != v for k, v in NAMES.items())
+    found = logged(mlflow, str(tmp_path / "mlruns"))["run"]
+    assert found == {name: 10 + i for i, name in enumerate(NAMES.values())}
+
+
+@pytest.mark.slow
+def test_mlflow_has_values_that_are_not_finite_and_many(mlflow, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text('{"id": "run"}')
+    odd = {"a": np.nan, "b": np.inf, "c": -np.inf, "d": 1e300}
+    odd |= {f"worker_{i}": i for i in range(1100)}
+    with sinks.open_sinks(named_sinks(["mlflow"]), SHORT, run, 0) as write:
+        write(1, odd)
+    assert "dropped" not in capsys.readouterr().err
+    np.testing.assert_equal(logged(mlflow, str(tmp_path / "mlruns"))["run"], odd)
+
+
+def test_processes_that_begin_at_once_have_one_experiment(mlflow, tmp_path, capsys):
+    runs = [tmp_path / f"process-{i}" for i in range(5)]
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(5) as pool:
+            list(pool.map(log, 5 * [[LOSS]], runs))
+        found = logged(mlflow, str(tmp_path / "mlruns"))
+        assert found == {run.name: {LOSS: 10} for run in runs}
+        for run in runs:  # They resume.
+            shutil.rmtree(run)
+    assert "dropped" not in capsys.readouterr().err
+
+
+def test_an_experiment_that_was_deleted_is_restored(mlflow, tmp_path, capsys):
+    log([LOSS], tmp_path / "a")
+    uri = str(tmp_path / "mlruns")
+    client = mlflow.MlflowClient(uri, uri)
+    experiment = client.get_experiment_by_name("decentjax")
+    client.delete_experiment(experiment.experiment_id)
+    log([LOSS], tmp_path / "b")
+    said = capsys.readouterr().err
+    assert "the experiment decentjax of mlflow was deleted, and is restored" in said
+    assert logged(mlflow, uri)["b"] == {LOSS: 10}
+
+
+def test_an_experiment_that_another_process_creates_is_taken(mlflow):
+    class Server:  # mlflow-skinny has none.
+        found = None
+
+        def get_experiment_by_name(self, name):
+            return self.found
+
+        def create_experiment(self, name):
+            self.found = mlflow.entities.Experiment("7", name, "", "active")
+            raise mlflow.MlflowException(f"Experiment '{name}' already exists.")
+
+    assert sinks._mlflow_experiment(Server()) == "7"
+
+
+def test_tensorboard_has_each_metric_by_its_name(tmp_path, capsys):
+    names = [name.replace("\ud83d", "?") for name in NAMES]
+    with sinks.open_sinks(named_sinks(["tensorboard"]), SHORT, tmp_path, 0) as write:
+        write(3, dict.fromkeys(NAMES, np.nan))
+        write(4, {"train/a(1)": 1.0, "train/a[1]": 2.0, "big": 1e300})
+    assert "dropped" not in capsys.readouterr().err
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    found = [(e.step, v.tag) for e in events_of(path) for v in e.summary.value]
+    assert found[-3:] == [(4, "train/a(1)"), (4, "train/a[1]"), (4, "big")]
+    assert [tag for _, tag in found[:-3]] == names
 
 
 @pytest.mark.slow

@@ -5,18 +5,22 @@ returns a context, whose value takes each row: a step, and numbers by name.
 """
 
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from train.cli.config_json import to_json
 from train.config import Config
@@ -28,20 +32,22 @@ Sink = Callable[[dict[str, Any], Path, int], AbstractContextManager[Write]]
 
 MOST_ROWS = 10_000  # Of a sink that is behind, as of a server that does not answer.
 END_SECONDS = 60.0
+MOST_BYTES = 240  # Of a name in mlflow, whose files and databases take 250 or 255.
+DATABASES = "sqlite", "mysql", "postgresql", "mssql"  # As mlflow's addresses begin.
 
 
 @contextlib.contextmanager
 def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
     """Writes events into RUN/tensorboard."""
     # Where torch is installed this takes seconds.
-    from tensorboardX import event_file_writer, summary
-    from tensorboardX.proto import event_pb2
+    from tensorboardX import event_file_writer
+    from tensorboardX.proto import event_pb2, summary_pb2
 
     del config
     # It would warn at each number that is not finite.
     logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
     folder = run_dir / "tensorboard"
-    messages: Any = event_pb2  # Its classes are made at run time.
+    messages, summaries = event_pb2, summary_pb2  # Their classes are made at run time.
 
     def add(writer: Any, step: int, **what: Any) -> None:
         writer.write_event(messages.Event(step=step, wall_time=time.time(), **what))
@@ -60,7 +66,9 @@ def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[
         if not folder.exists():  # Removed while the run trains.
             writer = open_file()
         for tag, value in values.items():
-            add(writer, step, summary=summary.scalar(tag, value))
+            # Not tensorboardX's own, which gives names of other letters one name.
+            one = summaries.Summary.Value(tag=tag, simple_value=value)
+            add(writer, step, summary=summaries.Summary(value=[one]))
         writer.flush()
 
     with contextlib.ExitStack() as stack:
@@ -92,33 +100,20 @@ def _wandb(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]
 @contextlib.contextmanager
 def _mlflow(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
     """Logs to the server or the folder of MLFLOW_TRACKING_URI."""
-    import mlflow
-    from mlflow.entities import Metric, Param
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
     del start
-    client = mlflow.MlflowClient()
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "decentjax")
-    found = client.get_experiment_by_name(name)
-    experiment = (
-        client.create_experiment(name) if found is None else found.experiment_id
-    )
-    own = read_facts(run_dir)["id"]
-    # A resumed run continues in its own.
-    before = client.search_runs([experiment], f"tags.`decentjax.id` = '{own}'")
-    tags = {"decentjax.id": own}
-    run = (
-        before[0]
-        if before
-        else client.create_run(experiment, tags=tags, run_name=config["name"])
-    )
-    place = run.info.run_id
-    params = [Param(key, str(value)) for key, value in _flat(config).items()]
-    if not before:  # Params cannot change.
-        client.log_batch(place, params=params)
+    uri = _mlflow_uri()
+    client, named = MlflowClient(uri, uri), _names_as_paths("mlflow")
+    with _alone_at(uri):
+        place = _mlflow_run(client, config, read_facts(run_dir)["id"])
 
     def write(step: int, values: dict[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        metrics = [
+            Metric(named(key), value, now, step) for key, value in values.items()
+        ]
         client.log_batch(place, metrics)
 
     try:
@@ -127,6 +122,100 @@ def _mlflow(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write
         client.set_terminated(place, "FAILED")
         raise
     client.set_terminated(place, "FINISHED")
+
+
+def _mlflow_uri() -> str:
+    """Where mlflow logs to; without a setting a folder, if it has no database."""
+    import mlflow
+
+    # Its newest version has folders only for who says so.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = mlflow.get_tracking_uri()
+    has_databases = importlib.util.find_spec("sqlalchemy") is not None
+    if not uri.startswith(DATABASES) or has_databases:
+        return uri
+    if mlflow.is_tracking_uri_set():
+        raise ModuleNotFoundError(
+            f"MLFLOW_TRACKING_URI is the database {uri}, which mlflow-skinny cannot "
+            "use: pip install mlflow, or give a folder or a server"
+        )
+    return str(Path("mlruns").absolute())
+
+
+def _mlflow_run(client: Any, config: dict[str, Any], own: str) -> str:
+    """Returns mlflow's id of a run; one that resumes continues in its own."""
+    from mlflow.entities import Param
+
+    experiment = _mlflow_experiment(client)
+    before = client.search_runs([experiment], f"tags.`decentjax.id` = '{own}'")
+    if before:  # Its params cannot change.
+        return before[0].info.run_id
+    tags, named = {"decentjax.id": own}, _names_as_paths("mlflow")
+    run = client.create_run(experiment, tags=tags, run_name=config["name"])
+    params = [Param(named(key), str(value)) for key, value in _flat(config).items()]
+    client.log_batch(run.info.run_id, params=params)
+    return run.info.run_id
+
+
+def _mlflow_experiment(client: Any) -> str:
+    """Returns the id of the experiment, which another process may create as well."""
+    from mlflow.exceptions import MlflowException
+
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "decentjax"
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return client.create_experiment(name)
+        except MlflowException:
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == "deleted":
+        warn(f"the experiment {name} of mlflow was deleted, and is restored")
+        client.restore_experiment(found.experiment_id)
+    return found.experiment_id
+
+
+@contextlib.contextmanager
+def _alone_at(uri: str) -> Iterator[None]:
+    """Keeps out other processes that begin in the same folder, or database in one.
+
+    mlflow reads in folders what another is still writing, and creates an experiment
+    twice.
+    """
+    with contextlib.ExitStack() as stack:
+        if urlsplit(uri).scheme in ("", "file", "sqlite"):
+            folder = Path(url2pathname(urlsplit(uri).path)).absolute().parent
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            with contextlib.suppress(OSError):  # Some file systems have no locks.
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _names_as_paths(sink: str) -> Callable[[str], str]:
+    """Returns a function that gives each name another, which may be a file's.
+
+    One is never in the folder of another's name; a name that changes is said once.
+    """
+    given: dict[str, str] = {}
+
+    def named(name: str) -> str:
+        if name in given:
+            return given[name]
+        parts = re.sub(r"[^\w/.: -]", "_", name).split("/")
+        path = "/".join(part if part.strip(".") else "_" for part in parts)
+        path = path.encode()[:MOST_BYTES].decode(errors="ignore")
+        while any(f"{x}/".startswith(f"{path}/") for x in given.values()) or any(
+            f"{path}/".startswith(f"{x}/") for x in given.values()
+        ):
+            path = path.replace("/", "_") + "_"
+        if path != name:
+            warn(f"{sink} does not take the name {name!r}, and has {path!r} for it")
+        return given.setdefault(name, path)
+
+    return named
 
 
 @contextlib.contextmanager
@@ -215,6 +304,8 @@ def open_sinks(
         ]
 
         def write(step: int, values: dict[str, float]) -> None:
+            # Half an emoji cannot be encoded.
+            values = {x.encode(errors="replace").decode(): values[x] for x in values}
             for one in writes:
                 one(step, values)
 
