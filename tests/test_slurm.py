@@ -10,7 +10,7 @@ import pytest
 import yaml
 from test_launch import ROOT
 
-from train.slurm import JobFile, main, manifest, sbatch
+from train.slurm import JobFile, _label, main, manifest, sbatch
 
 TEMPLATE = (ROOT / "configs" / "cluster.sbatch").read_text()
 
@@ -92,6 +92,53 @@ def test_a_manifest_has_a_pod_for_each_process():
     (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "mine:1"
     assert "resources" not in container
+
+
+@pytest.mark.parametrize("count", [1, 128])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("3d_unet", "run-3d-unet"),
+        ("_a", "a"),
+        ("A-_-b-", "a-b"),
+        ("123", "run-123"),
+        ("true", "true"),  # No boolean of YAML.
+        ("-", "run"),
+        ("数据", "run-[0-9a-f]{6}"),
+        ("模型", "run-[0-9a-f]{6}"),
+        ("résumé", "r-sum-[0-9a-f]{6}"),
+        ("a" * 70, "a+-[0-9a-f]{6}"),
+        ("a" * 69 + "b", "a+-[0-9a-f]{6}"),
+        ("b" * 30 + "_" * 20 + "c" * 20, "b+-c+-[0-9a-f]{6}"),
+    ],
+)
+def test_a_label_is_one_of_kubernetes(name, wanted, count, tmp_path):
+    """By RFC 1035, with what JobSet appends to it for its pods."""
+    path = tmp_path / "a #b: 'c.py"
+    path.write_text(
+        "import dataclasses\nfrom configs.quickstart import config\n"
+        f"config = dataclasses.replace(config, name={name!r})\n"
+    )
+    image = "own:1 # x"
+    made = yaml.safe_load(manifest(job(config=path, gpus=count, image=image), []))
+    label = made["metadata"]["name"]
+    assert re.fullmatch(wanted, label)
+    pod = f"{label}-workers-0-{count - 1}-abcde"
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", pod)
+    assert len(pod) <= 63
+    assert made["spec"]["network"]["subdomain"] == label
+    (workers,) = made["spec"]["replicatedJobs"]
+    (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+    host = f"{label}-workers-0-0.{label}:5000"
+    assert f"--distributed.coordinator={host}" in container["args"]
+    assert container["args"][1] == str(path)
+    assert container["image"] == image
+    assert f"--run-dir=/runs/{name}" in container["args"]
+
+
+def test_labels_of_different_names_differ():
+    names = ["数据", "模型", "a" * 70, "a" * 69 + "b", "run"]
+    assert len({_label(name, 45) for name in names}) == len(names)
 
 
 def test_the_command_prints_it(capsys):

@@ -4,6 +4,7 @@ It is configs/cluster.sbatch, or with --jobset configs/jobset.yaml, filled in.
 """
 
 import dataclasses
+import hashlib
 import re
 import shlex
 import sys
@@ -107,10 +108,11 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
       options: options of the run.
     """
     name, count = load_config(job.config).name, job.nodes * job.per_node
-    label = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    # Pods are LABEL-workers-0-INDEX-abcde.
+    label = _label(name, 63 - len(f"-workers-0-{count - 1}-abcde"))
     text = (FOLDER / "jobset.yaml").read_text(encoding="utf-8")
     text = _filled(text, r" {}: ", {"parallelism": count, "completions": count})
-    text = _filled(text, r" {}: ", {"image": job.image})
+    text = _filled(text, r" {}: ", {"image": _quoted(job.image)})
     text = _filled(
         text,
         r"- --{}=",
@@ -122,10 +124,12 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
     )
     first = rf"{label}-workers-0-0.{label}:5000"
     text = text.replace("decentjax-workers-0-0.decentjax:5000", first)
-    text = text.replace("  name: decentjax\n", f"  name: {label}\n")
-    text = text.replace("subdomain: decentjax\n", f"subdomain: {label}\n")
+    text = text.replace("  name: decentjax\n", f"  name: {_quoted(label)}\n")
+    text = text.replace("subdomain: decentjax\n", f"subdomain: {_quoted(label)}\n")
     indent = " " * 20
-    text = text.replace(f"{indent}- quickstart\n", f"{indent}- {job.config}\n")
+    text = text.replace(
+        f"{indent}- quickstart\n", f"{indent}- {_quoted(str(job.config))}\n"
+    )
     # Last, so that they count.
     more = "".join(f"{indent}- {_quoted(option)}\n" for option in options)
     last = f"{indent}- --distributed.process-id=$(JOB_COMPLETION_INDEX)\n"
@@ -137,6 +141,23 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
         f"# The run {name} on Kubernetes, with the JobSet controller: kubectl apply -f"
     )
     return f"{head} FILE\n# The image is{rest}"
+
+
+def _label(name: str, most: int) -> str:
+    """A name for Kubernetes: letters, digits and hyphens, of which a letter is first.
+
+    Args:
+      name: name of the run.
+      most: greatest number of characters.
+    """
+    label = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not label[:1].isalpha():
+        label = f"run-{label}".strip("-")
+    if name.isascii() and len(label) <= most:
+        return label
+    # Names that have lost letters stay different.
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{label[: most - 7].rstrip('-')}-{digest}"
 
 
 def _filled(text: str, form: str, values: Mapping[str, object]) -> str:
