@@ -846,9 +846,7 @@ def test_shapes_are_params_or_get_a_sentence():
     assert state[0].acc["w"].dtype == jnp.float32
     rounds = decentralize_rounds(optax.sgd(0.1), methods.diloco(2), AXIS)
     for one in (quasi_global_momentum(0.1), exact_diffusion(optax.sgd(0.1)), rounds):
-        with pytest.raises(
-            TypeError, match=r"got the shape of one: call .*eval_sha"
-        ):
+        with pytest.raises(TypeError, match=r"got the shape of one: call .*eval_sha"):
             one.init({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
         jax.eval_shape(one.init, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
 
