@@ -405,6 +405,7 @@ def test_what_the_system_refuses_is_a_sentence_with_the_path(tmp_path, monkeypat
         (long, f"File name too long: '{long}"),
         ("/proc/run", "No such file or directory: '/proc/run"),
         ("gs://bucket/run", "a folder must be in a file system of this machine"),
+        (os.fsdecode(b"runs/\xff"), "the folder of a run must have a name in UTF-8"),
     ]:
         message = f"error: {message}"
         said = refused(train_main, TINY, "--run-dir", folder)

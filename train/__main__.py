@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -237,6 +238,11 @@ def _starting() -> contextlib.AbstractContextManager[None]:
 def _run(config: Config, run_dir: Path, *how: Any) -> None:
     # Before the job starts, as its other processes would wait for this one.
     check_folder(run_dir)
+    if re.search("[\ud800-\udfff]", str(run_dir)):  # Bytes that are no character.
+        raise ValueError(
+            f"the folder of a run must have a name in UTF-8, got {str(run_dir)!r}; "
+            "give another path"
+        )
     config = dataclasses.replace(config, task=resolved_task(config.task))
     begin = functools.partial(train, config, run_dir, *how)
     if config.is_apart:

@@ -7,6 +7,7 @@ default the first.
 """
 
 import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ def _check_texts(texts: Sequence[str]) -> None:
         # The first token is read from the text: an empty one has none to continue.
         if not text:
             raise ValueError("a text is empty: the model needs a first word")
-        if any("\ud800" <= x <= "\udfff" for x in text):  # Bytes that are no character.
+        if re.search("[\ud800-\udfff]", text):  # Bytes that are no character.
             raise ValueError(f"a text must be UTF-8, got {text[:40]!r}: convert it")
 
 
