@@ -366,7 +366,8 @@ def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
     how = Rounds(every(graph, 1)).schedule
     quorum = Quorum(weights="equal", guard=Guard(2.0, "clip"))
     merge = QuorumMeans(None, of_permutations("", graph), quorum, how)
-    models = np.array([[0, 0], [1, 0], [0, 1], [0, 10]], np.float32)
+    away = np.array([3, -2], np.float32)  # From 0, where no weight counts.
+    models = away + np.array([[0, 0], [1, 0], [0, 1], [0, 10]], np.float32)
     found = [
         Contribution(i, Said(0), 0.5 if i == 3 else 1.0, 0, [jnp.asarray(x)])
         for i, x in enumerate(models)
@@ -376,7 +377,7 @@ def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
     assert left_out.value == pytest.approx(10)
     other = (1 - own) / 3
     given = np.array([own, other, other, other * 0.5])
-    clipped = [*models[:3], [0, 2]]  # As far as twice the median.
+    clipped = [*models[:3], np.add(away, [0, 2])]  # As far as twice the median.
     wanted = given @ clipped / given.sum()
     got = sum(w * np.asarray(one.rows[0]) for w, one in zip(weights, kept, strict=True))
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
