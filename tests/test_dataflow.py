@@ -74,6 +74,6 @@ def test_copies_and_summands_are_numbers_of_outputs_and_inputs():
     def update(x, kept, moment, emit):
         return emit * ((kept.astype("float32") - 0.1 * moment) - x), moment + x
 
-    program = jax.make_jaxpr(update)(START, START, START, True)
+    program = jax.make_jaxpr(jax.jit(update))(START, START, START, True)
     assert summands(program, [0], range(3)) == [0, 1]
     assert summands(program, [1], range(3)) == [0, 2]
