@@ -133,6 +133,7 @@ def test_the_models_stay_within_the_bound_and_meet_at_each_mean(groups, tau):
     assert (gamma.max() > 0.1) == (groups.num_workers > 2)
 
 
+@pytest.mark.filterwarnings("ignore:the graph is not connected")
 @pytest.mark.parametrize(
     "groups", [topology.alone(7), topology.hierarchical(8, 2, topology.alone)]
 )

@@ -22,7 +22,7 @@ from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
 from decentjax.distributed.rendezvous import rendezvous
 from decentjax.distributed.watch import watch
-from decentjax.threads import add_xla_flags
+from decentjax.threads import add_xla_flags, given_threads
 
 DAY_SECONDS = 24 * 3600
 # Of a barrier: the watch ends the job long before, and names who does not come.
@@ -63,7 +63,7 @@ def join(
     add_xla_flags(*_time_limits(step_deadline))
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
-    provide_cpu_devices(num_devices)  # Raises before others wait for this process.
+    given_threads()  # Raises an error before others wait for this process.
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     meeting = rendezvous(place, run_dir, start_seconds)
     with meeting as met, taking_over or contextlib.nullcontext():
@@ -77,6 +77,7 @@ def join(
             heartbeat_timeout_seconds=heartbeats,
             coordinator_bind_address=met.address,
         )
+    provide_cpu_devices(num_devices)
     _listen_with_gloo(met.host)
     number, count = place.process_id, place.num_processes
     if count > 1 or step_deadline is not None:  # No process waits for one alone.
