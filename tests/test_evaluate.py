@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 def test_a_run_of_version_0_2_goes_through_all_commands(tmp_path, capsys):
-    with tarfile.open(ROOT / "tests" / "runs" / "awc_0.2.0.tar.xz") as kept:
+    with tarfile.open(ROOT / "tests" / "awc_0.2.0.tar.xz") as kept:
         kept.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "awc_0.2.0"
     evaluate(run_dir)
