@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from parties import party_of
@@ -720,6 +720,8 @@ def test_params_stay_as_narrow_as_they_are():
     assert metric.shape == (2,)
 
 
+# A slow machine is no failure.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_state_is_the_sum_of_its_parts(data):
     leaf = st.builds(lambda n: jnp.arange(float(n)), st.integers(1, 3))
