@@ -509,6 +509,7 @@ def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     store = tmp_path / "run" / "mlruns"
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.as_uri())
     config = kept_config("mlflow")
 
