@@ -131,7 +131,7 @@ def keys_in(tree: Any) -> Any:
             return False
         warnings.warn(
             f"{jax.tree_util.keystr(path)} is taken for a random key in jax's old "
-            "form, by its name: jax.random.key makes keys that nobody mistakes",
+            "form, by its name: make typed keys with jax.random.key instead",
             stacklevel=2,
         )
         return True

@@ -136,7 +136,7 @@ def _rows(x: Any, count: int) -> jax.Array:
 
 
 def strong(x: Any) -> jax.Array:
-    """The array, never of a weak type: a step would compile anew for its own result."""
+    """The array, never of a weak type, for which a step would compile twice."""
     x = jnp.asarray(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x  # Keys have none.
 

@@ -309,7 +309,7 @@ def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> Work
 def _in_windows(state: WorkerState, path: Path, config: Config) -> WorkerState:
     """The state with moments that are as old in windows of the config's steps.
 
-    A window that has begun begins anew.
+    A window that has begun starts over.
     """
     before = with_defaults(saved_fields(path))["optimizer"]["accum_steps"]
     after = config.optimizer.accum_steps
