@@ -67,7 +67,7 @@ OTHERS = {
     "topology.name": ("complete", on("ring")),
     "topology.degree": (4, on("ring_lattice", 6)),
     "topology.group_size": (4, on("butterfly_groups", group_size=2)),
-    "topology.period": (1, on("random_matching")),
+    "topology.period": (2, on("random_matching")),
     "topology.seed": (1, on("random_matching")),
     "topology.between": ("complete", on("hierarchical", 8, 2)),
     "topology.factor": (0.5, {}),

@@ -586,7 +586,7 @@ def test_machines_whose_names_are_loopback_exchange(coordinator, bind, tmp_path)
 @pytest.mark.slow
 @needs_root
 def test_a_coordinator_whose_name_is_loopback_says_so(tmp_path):
-    output = two_machines(tmp_path, "machine0:5000", 8)
+    output = two_machines(tmp_path, "machine0:5000", 30)
     said = "missing 2 of 3: .*; 127.0.1.1 is reachable only from this machine .*hosts"
     assert re.search(said, output), output
     assert "mean" not in output

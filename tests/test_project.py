@@ -115,7 +115,7 @@ def test_ci_tries_a_test_that_fails_once_more_but_at_night(
     ends, count, always, when, passes, tmp_path
 ):
     text = (ROOT / ".ci" / "run").read_text()
-    function = text[text.index("tests() {") : text.index("# The code block")]
+    (function,) = re.findall(r"^tests\(\) \{\n.*?^\}\n", text, re.DOTALL | re.MULTILINE)
     (options,) = re.findall(r"-m pytest (-n \d+ .*?) -m", text)
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
