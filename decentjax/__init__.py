@@ -26,18 +26,8 @@ if TYPE_CHECKING:
         schedule,
         topology,
     )
-    from decentjax.axis import AXIS
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
-    from decentjax.foreign import WrappedStep, wrap
-    from decentjax.local import (
-        Gradient,
-        LocalUpdate,
-        adapt,
-        descend,
-        gradient,
-        local_update,
-    )
     from decentjax.loss import LossFn, compute_in
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
     from decentjax.optim import (
@@ -50,6 +40,7 @@ if TYPE_CHECKING:
         scale_by_accum_adam,
     )
     from decentjax.placement import (
+        AXIS,
         check_one_model,
         local_workers,
         mean_model,
@@ -58,10 +49,24 @@ if TYPE_CHECKING:
         worker_mesh,
     )
     from decentjax.rounds import Rounds, init_rounds, round_step
-    from decentjax.running import TrainStep, on_mesh, simulate
-    from decentjax.stacking import stack, stacked_shardings
-    from decentjax.state import DecentralizeState, WorkerState, init_state
+    from decentjax.state import (
+        DecentralizeState,
+        WorkerState,
+        init_state,
+        stack,
+        stacked_shardings,
+    )
     from decentjax.step import all_reduce_step, atc_step, awc_step
+    from decentjax.train_step import TrainStep, on_mesh, simulate
+    from decentjax.updates import (
+        Gradient,
+        LocalUpdate,
+        adapt,
+        descend,
+        gradient,
+        local_update,
+    )
+    from decentjax.wrapping import WrappedStep, wrap
 
 __all__ = [
     "AXIS",
@@ -142,23 +147,20 @@ _MODULES = (
     "schedule",
     "topology",
 )
-_EARLIER = ("dadam", "dadamw")  # Of version 0.2.
 # The modules of the core, each before those that import it; the first do not need jax.
 _CORE = (
     "exchange",
-    "axis",
     "mixing",
     "loss",
-    "state",
-    "local",
-    "step",
     "placement",
-    "running",
+    "state",
+    "updates",
+    "step",
+    "train_step",
     "rounds",
     "optim",
     "correction",
-    "stacking",
-    "foreign",
+    "wrapping",
 )
 
 
@@ -169,8 +171,6 @@ def __getattr__(name: str) -> Any:
     """
     if name in _MODULES:
         return _import(name)
-    if name in _EARLIER:
-        return getattr(_import("_earlier"), name)
     if name not in __all__:
         text = f"module {__name__!r} has no attribute {name!r}"
         # Python then adds what may be meant.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentjax._names import names_of
+from decentjax._core.public_names import names_of
 from decentjax.exchange import (
     Exchange,
     Groups,

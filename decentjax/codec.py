@@ -16,10 +16,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax._collectives import AxisName, permute, sum_dtype, varying_as
-from decentjax._joining import in_joined
-from decentjax._names import names_of
-from decentjax._slices import by_compiler, on_own_slice, over_shards, specs_of
+from decentjax._core.collectives import AxisName, permute, sum_dtype, varying_as
+from decentjax._core.joining import in_joined
+from decentjax._core.public_names import names_of
+from decentjax._core.slices import by_compiler, on_own_slice, over_shards, specs_of
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
     Lowering,

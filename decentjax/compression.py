@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from decentjax._collectives import sum_dtype
+from decentjax._core.collectives import sum_dtype
 from decentjax.codec import (
     Codec,
     Message,

@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax._collectives import sum_dtype
-from decentjax._own_models import states_of
-from decentjax._surroundings import check_is_last
-from decentjax.local import (
+from decentjax._core.collectives import is_mixed, sum_dtype
+from decentjax._core.optax_context import check_is_last
+from decentjax._core.optimizer_state import states_of
+from decentjax.loss import Metrics
+from decentjax.state import WorkerState, check_arrays, check_optimizer
+from decentjax.updates import (
     Adapt,
     check_averages_nothing,
     extra_arguments,
     halves_of,
 )
-from decentjax.loss import Metrics
-from decentjax.mixing import is_mixed
-from decentjax.state import WorkerState, check_arrays, check_optimizer
 
 # These skip the whole call: the inner state does not change either.
 _SKIP_WHOLE = "MultiSteps", "apply_if_finite"

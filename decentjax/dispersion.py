@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decentjax._norms import norm_of, sums_of_squares
-from decentjax.local import Adapt, Gradient, LocalUpdate, halves_of
+from decentjax._core.norms import norm_of, sums_of_squares
 from decentjax.loss import Metrics
 from decentjax.mixing import AxisName, global_mean
 from decentjax.state import WorkerState
+from decentjax.updates import Adapt, Gradient, LocalUpdate, halves_of
 
 NORMS = "norms"
 """Metric name of the norms."""

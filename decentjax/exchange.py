@@ -15,8 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from decentjax._birkhoff import edge_colouring
-from decentjax._drawing import MOST_DRAWN, MOST_WORKERS, DrawnExchange, draw_exchanges
+from decentjax._core.birkhoff import edge_colouring
+from decentjax._core.drawing import (
+    MOST_DRAWN,
+    MOST_WORKERS,
+    DrawnExchange,
+    draw_exchanges,
+)
 
 MENU = "menu"  # Name of the topology of all exchanges that a policy may choose.
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import optax
 
-from decentjax._names import names_of
+from decentjax._core.collectives import is_mixed
+from decentjax._core.public_names import names_of
 from decentjax.exchange import Topology
-from decentjax.mixing import is_mixed
 from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import cut_leaves, every, in_fragments
 from decentjax.topology import complete, random_matching

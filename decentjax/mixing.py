@@ -18,11 +18,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from decentjax._collectives import (
+from decentjax._core.collectives import (
     AxisName,
     Members,
     all_gather,
     divided,
+    is_mixed,
     permute,
     reduce_scatter,
     reshaped_as,
@@ -31,9 +32,9 @@ from decentjax._collectives import (
     varying,
     varying_as,
 )
-from decentjax._joining import JOIN_BYTES, in_joined
-from decentjax._norms import norm_of, sums_of_squares
-from decentjax._slices import in_shards, is_on_devices, on_own_slice
+from decentjax._core.joining import JOIN_BYTES, in_joined
+from decentjax._core.norms import norm_of, sums_of_squares
+from decentjax._core.slices import in_shards, is_on_devices, on_own_slice
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
@@ -485,11 +486,6 @@ def _is_power_of_two(weight: float) -> bool:
     """Whether products with it are exact; true for zero."""
     # frexp writes 2**k as 0.5 * 2**(k + 1), and zero as 0 * 2**0.
     return math.frexp(weight)[0] in (0, 0.5)
-
-
-def is_mixed(x: jax.Array) -> bool:
-    """Whether exchanges change a leaf; counters and empty leaves stay as they are."""
-    return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
 
 
 def _map_floats(

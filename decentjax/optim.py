@@ -11,22 +11,15 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from decentjax._collectives import AxisName, same_on_all, sum_dtype
-from decentjax._own_models import (
+from decentjax._core.collectives import AxisName, same_on_all, sum_dtype
+from decentjax._core.optax_context import check_is_last, in_conditional, states_before
+from decentjax._core.optimizer_state import (
     check_no_common_keys,
     first_keys,
     own_keys,
 )
-from decentjax._slices import worker_number
-from decentjax._surroundings import check_is_last, in_conditional, states_before
+from decentjax._core.slices import worker_number
 from decentjax.exchange import Exchange, Topology, check_topology, warn_of_parts
-from decentjax.local import (
-    Gradient,
-    LocalUpdate,
-    check_averages_nothing,
-    check_keeps_no_model,
-    extra_arguments,
-)
 from decentjax.mixing import axis_size, mix
 from decentjax.rounds import (
     Rounds,
@@ -39,6 +32,13 @@ from decentjax.rounds import (
 from decentjax.schedule import Schedule
 from decentjax.state import DecentralizeState, WorkerState, check_optimizer, strong
 from decentjax.step import atc_step, awc_step
+from decentjax.updates import (
+    Gradient,
+    LocalUpdate,
+    check_averages_nothing,
+    check_keeps_no_model,
+    extra_arguments,
+)
 
 
 class ScaleByAccumAdamState(NamedTuple):

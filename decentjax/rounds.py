@@ -23,10 +23,9 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from decentjax._collectives import AxisName, sum_dtype
-from decentjax._own_models import check_averageable, check_no_own_model
-from decentjax._slices import over_shards
-from decentjax.axis import bound_axis
+from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
+from decentjax._core.optimizer_state import check_averageable, check_no_own_model
+from decentjax._core.slices import over_shards
 from decentjax.codec import axes_of
 from decentjax.compression import (
     Coded,
@@ -39,12 +38,12 @@ from decentjax.compression import (
 )
 from decentjax.correction import init_tracker, tracked
 from decentjax.exchange import Exchange
-from decentjax.local import Adapt
 from decentjax.loss import Metrics, check_call
-from decentjax.mixing import is_mixed
+from decentjax.placement import bound_axis
 from decentjax.schedule import Event, Fragment, Round, Schedule
 from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.step import Mix, mix_workers
+from decentjax.updates import Adapt
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (leaf now, leaf as sent, leaf of the round) to the merged leaf."""

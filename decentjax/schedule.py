@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decentjax._names import names_of
+from decentjax._core.public_names import names_of
 from decentjax.exchange import Exchange, Topology, check_topology, check_whole
 
 Fragment = tuple[int, ...] | None

@@ -1,20 +1,20 @@
 """The train step of one worker: an algorithm is the order of `adapt` and `mix`.
 
 `adapt` is the local update, as `local_update` returns it; `mix` averages models.
-`decentjax.running` runs the steps, on a mesh of devices or simulated on one.
+`decentjax.train_step` runs the steps, on a mesh of devices or simulated on one.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from decentjax._own_models import average_own_models, common_keys
-from decentjax.axis import bound_axis
+from decentjax._core.optimizer_state import average_own_models, common_keys
 from decentjax.exchange import Exchange
-from decentjax.local import Adapt, halves_of
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.mixing import mix as mix_over
+from decentjax.placement import bound_axis
 from decentjax.state import WorkerState
+from decentjax.updates import Adapt, halves_of
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""

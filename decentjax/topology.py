@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from decentjax._base_k import Edges, base_k_rounds
-from decentjax._birkhoff import birkhoff
-from decentjax._names import names_of
+from decentjax._core.base_k import Edges, base_k_rounds
+from decentjax._core.birkhoff import birkhoff
+from decentjax._core.public_names import names_of
 
 # "as" re-exports a name for type checkers.
 from decentjax.exchange import Exchange as Exchange

@@ -27,7 +27,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip.duplex import Duplex
-from decentjax.gossip.tuning import compiled_mix_encoded, fastest_mixes
+from decentjax.gossip.lowerings import compiled_mix_encoded, fastest_mixes
 
 SHAPES = ((3, 5), (7,), (), (100, 33))
 DTYPES = (np.float32, jnp.bfloat16, np.int32)

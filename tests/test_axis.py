@@ -34,8 +34,8 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
-from decentjax.axis import axis_of, slices_of
 from decentjax.compression import error_feedback
+from decentjax.placement import axis_of, slices_of
 
 OPTIMIZER = optax.adam(0.1)
 RING, STEPS = topology.ring(4), 3

@@ -541,9 +541,9 @@ def test_a_config_that_ends_the_process_is_an_error(tmp_path):
 @pytest.mark.parametrize("command", ["advise", "report"])
 def test_a_command_without_a_task_loads_no_model(command):
     program = (
-        "import sys; from decentjax import cli\n"
+        "import sys; from decentjax import __main__\n"
         f"sys.argv = ['decentjax', {command!r}, '--help']\n"
-        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        "try:\n    __main__.main()\nexcept SystemExit:\n    pass\n"
         "assert 'jax' in sys.modules and 'flax' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)

@@ -35,10 +35,10 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int8
 from decentjax.compression import copies, error_feedback
-from decentjax.local import Gradient, LocalUpdate
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import every, in_fragments
+from decentjax.updates import Gradient, LocalUpdate
 
 N, D, ZERO = 6, 5, np.int64(0)
 GRAPH = topology.ring(N)

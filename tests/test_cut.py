@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import jaxpr_as_fun
 
-from decentjax.gossip.cut import Cut
+from decentjax.gossip.pipeline import Cut
 
 PARAMS = {
     "bias": jnp.zeros(3),

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from decentjax._dataflow import copies, ends_in_bound, summands
+from decentjax._core.dataflow import copies, ends_in_bound, summands
 
 START = jnp.array([0.1, 0.2, 0.3, 0.4])
 PROJECTIONS = optax.projections

@@ -21,7 +21,7 @@ from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 from decentjax import adapt, init_state, place, topology
 from decentjax.exchange import among, apply
 from decentjax.gossip import Arrived, Elastic, Peers
-from decentjax.gossip.elastic import Living
+from decentjax.gossip.membership import Living
 from decentjax.links import Links, Message, Piece, Said
 from decentjax.topology import matrices
 

@@ -21,7 +21,7 @@ from train.cli.config_json import to_json
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.job.signals import NOTHING_LOST
 from train.launch import main
-from train.run.peer_watch import mean_moved
+from train.run.peer_log import mean_moved
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 

@@ -27,7 +27,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax._first_model import fingerprints
+from decentjax._core.fingerprint import fingerprints
 
 ROOT = Path(__file__).parent.parent
 LONG = 240

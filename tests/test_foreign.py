@@ -47,7 +47,7 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
-from decentjax._lens import find_lens
+from decentjax._core.lens import find_lens
 from decentjax.compression import error_feedback
 from tests.test_readme import ROOT
 

@@ -37,7 +37,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip import stages
-from decentjax.gossip.carrier import Carrier
+from decentjax.gossip.thread_port import Carrier
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 60.0

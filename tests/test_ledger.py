@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from decentjax.gossip.ledger import TURN_STEPS, Ledger, Read, shard_of
+from decentjax.gossip.batches_read import TURN_STEPS, Ledger, Read, shard_of
 from train.data.batches import worker_steps
 from train.data.shard_feed import ShardFeed
 

@@ -36,12 +36,12 @@ from train.config import (
 )
 from train.run import sinks
 from train.run.build import build_state
-from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
 from train.run.loop import train
 from train.run.method import build_method
 from train.run.observe import local_mean
 from train.run.optimizers import build_optimizer
 from train.run.resume import Resume, saved_config
+from train.run.run_info import command_line, peak_seconds, read_facts, worker_flops
 from train.run.scores import ratios
 from train.run.sinks import named_sinks
 from train.store.log import read_metrics

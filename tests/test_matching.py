@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decentjax._birkhoff import birkhoff, edge_colouring
+from decentjax._core.birkhoff import birkhoff, edge_colouring
 
 
 def _generator(seed):

@@ -8,7 +8,7 @@ import pytest
 
 from decentjax import AXIS, consensus_distance, over_workers
 from decentjax.dispersion import tensor_distances, tensor_norms
-from train.run.finite import watch_gradients
+from train.run.nonfinite import watch_gradients
 from train.run.optimizers import clip_by_global_norm
 
 SIZES = [("float16", 300.0), ("float16", 6e4), ("bfloat16", 3e19), ("float32", 3e19)]

@@ -519,7 +519,7 @@ def test_a_composition_descends_the_same_on_devices_and_simulated(make):
     assert apart(simulated["w"]) < 0.7 * apart(_two_leaves(4)[0]["w"])
 
 
-@pytest.mark.parametrize("plain", [optax.adam, optax.adamw], ids=["dadam", "dadamw"])
+@pytest.mark.parametrize("plain", [optax.adam, optax.adamw], ids=["adam", "adamw"])
 def test_injected_hyperparams_are_those_of_the_schedule(plain):
     graph = topology.hypercube(4)
 

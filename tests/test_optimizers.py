@@ -34,8 +34,8 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax._own_models import check_averageable, own_models
-from decentjax.local import check_averages_nothing
+from decentjax._core.optimizer_state import check_averageable, own_models
+from decentjax.updates import check_averages_nothing
 
 N = 4
 DATA = np.random.default_rng(0).standard_normal((N, 4, 3)).astype(np.float32) * 2

@@ -34,12 +34,12 @@ from train.config import (
 )
 from train.fields import checked
 from train.report import write_report
-from train.run.choose import build_policy
+from train.run.check_task import COLUMNS, check_batch, trace_task
 from train.run.loop import train
 from train.run.optimizers import optimizer_with
+from train.run.policy_choice import build_policy
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.scores import read_trained
-from train.run.trace import COLUMNS, check_batch, trace_task
 from train.store.checkpoints import find_checkpoints
 from train.tasks.shipped import is_shipped
 from train.tasks.stdlib import StdlibTask

@@ -30,7 +30,7 @@ from decentjax import (
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import Butterfly, Elastic, Folder, Party, PeerRounds, Peers, Wagma
-from decentjax.gossip.rows import Layout
+from decentjax.gossip.layout import Layout
 from decentjax.links import Links, Piece
 
 LONG = 180.0

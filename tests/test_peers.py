@@ -33,12 +33,11 @@ from decentjax import (
     simulate,
     topology,
 )
-from decentjax._joining import JOIN_BYTES
+from decentjax._core.joining import JOIN_BYTES
 from decentjax.codec import exact, int2, int4, int8, num_bytes, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Folder, PeerRounds, Peers
-from decentjax.gossip.messages import form_of
-from decentjax.gossip.ways import WAYS
+from decentjax.gossip.merging import WAYS, form_of
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step

@@ -43,9 +43,9 @@ from train.config import (
     OptimizerConfig,
     WorkersConfig,
 )
-from train.run.choose import build_policy
 from train.run.loop import train
 from train.run.optimizers import build_schedule
+from train.run.policy_choice import build_policy
 from train.run.resume import Resume
 from train.store.log import read_metrics
 from train.study.seeds import train_seeds

@@ -22,8 +22,8 @@ from decentjax import (
     worker_mesh,
 )
 from train.config import AutoExchange, BackgroundExchange, StepConfig
-from train.run.finite import QUARANTINED, quarantined, watch_gradients
 from train.run.loop import train
+from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients
 from train.run.resume import Resume
 from train.store.log import read_metrics
 

@@ -15,6 +15,7 @@ from parties import party_of
 from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
 from decentjax import adapt, init_state, methods, place, round_step, simulate, topology
+from decentjax._core.patience import Waits
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import (
@@ -39,7 +40,6 @@ from decentjax.gossip.quorum import (
     weighted_mean,
 )
 from decentjax.links import Links, Piece, Said
-from decentjax.patience import Waits
 from decentjax.rounds import Rounds, init_rounds
 from decentjax.schedule import every, in_fragments
 

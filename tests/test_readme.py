@@ -17,7 +17,7 @@ import pytest
 
 import decentjax
 import train.__main__ as train_command
-from decentjax.cli import COMMANDS as TOOLS
+from decentjax.__main__ import COMMANDS as TOOLS
 from train.cli.changes import check_field
 from train.cli.command import EXTRAS as BROUGHT_BY
 from train.cli.families import shipped_configs

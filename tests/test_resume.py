@@ -31,9 +31,9 @@ from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
-from train.run.finite import WatchState, build_check
 from train.run.loop import run_steps, train
-from train.run.rates import rates_at
+from train.run.nonfinite import WatchState, build_check
+from train.run.rate_jumps import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed
 from train.run.scores import build_score, read_trained
 from train.run.start_run import Parts

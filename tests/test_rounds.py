@@ -39,8 +39,8 @@ from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
-from decentjax.running import TrainStep
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
+from decentjax.train_step import TrainStep
 
 RATE = 0.1
 SGD = optax.sgd(RATE)

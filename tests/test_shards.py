@@ -22,12 +22,18 @@ from train.advise import measure as measuring
 from train.cli.load import load_config
 from train.config import StepConfig, TopologyConfig, WorkersConfig
 from train.preflight.compile import prepare
+from train.run.array_placement import (
+    check_examples,
+    on_first,
+    put_batch,
+    put_state,
+    shards_of,
+)
 from train.run.build import build_mesh
 from train.run.loop import train
 from train.run.observe import local_mean, local_rows
 from train.run.resume import Resume
 from train.run.setup import set_up
-from train.run.shards import check_examples, on_first, put_batch, put_state, shards_of
 from train.store.checkpoints import find_checkpoints, restore
 from train.store.log import read_metrics
 from train.tasks.task import longest_dim

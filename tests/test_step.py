@@ -41,8 +41,8 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
-from decentjax.local import gradient
 from decentjax.schedule import every
+from decentjax.updates import gradient
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
 STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}

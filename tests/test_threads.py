@@ -7,8 +7,8 @@ import sys
 import pytest
 from test_launch import ROOT
 
-from decentjax import threads
-from decentjax.threads import (
+from decentjax.process import threads
+from decentjax.process.threads import (
     allowed_cores,
     check_threads,
     given_threads,

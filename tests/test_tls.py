@@ -18,7 +18,6 @@ from parties import party_of
 from test_distributed import ENV, LONG, ROOT, started
 
 from decentjax import gossip, worker_mesh
-from decentjax.address import to_address
 from decentjax.distributed.credentials import FILES, check_credentials
 from decentjax.links import Links, Piece, Said, transport, tunnel
 from decentjax.links.tunnel import (
@@ -28,6 +27,7 @@ from decentjax.links.tunnel import (
     host_tunnel,
     listen,
 )
+from decentjax.process.address import to_address
 from train.job.certificates import certificates
 
 IS_NEW = jax.__version_info__ >= (0, 12)

@@ -16,7 +16,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.gossip import tuning
+from decentjax.gossip import lowerings as tuning
 
 PAIRS = topology.butterfly_groups(8, 2)
 

@@ -17,7 +17,8 @@ from test_distributed import ENV, ROOT
 from test_peer_job import as_process
 
 from decentjax.gossip import Taken, Used
-from train.run import peer_watch, used_record
+from train.run import peer_log as peer_watch
+from train.run import used_record
 from train.run.used_record import UsedRecord, read_used
 
 

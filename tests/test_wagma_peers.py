@@ -14,7 +14,7 @@ import pytest
 from parties import party_of
 
 from decentjax import adapt, init_state, place, topology
-from decentjax._joining import JOIN_BYTES
+from decentjax._core.joining import JOIN_BYTES
 from decentjax.gossip import Butterfly, Wagma, averages, means, replay
 
 LONG = 180.0

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_distributed import LONG, launch, of_run, read_until
 
-from decentjax import distributed, phases
+from decentjax import distributed
 from decentjax.distributed import watch
 from decentjax.distributed.deadline import (
     ENDED,
@@ -32,6 +32,7 @@ from decentjax.distributed.deadline import (
     sentence,
 )
 from decentjax.distributed.watch import StepWatch
+from decentjax.process import phases
 from train.chaos.planted import Order, give, plant, taken
 
 INF = math.inf
@@ -366,7 +367,7 @@ def test_a_stuck_job_is_started_again_and_ends_well(tmp_path):
 
 STOPPED = """
 import time
-from decentjax import phases
+from decentjax.process import phases
 from decentjax.distributed.watch import watch
 
 watch(8.0)

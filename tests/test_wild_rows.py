@@ -13,9 +13,9 @@ from test_report import make_run, timed
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
 from train.report import write_report
-from train.run.facts import FACTS, add_results, read_facts
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
+from train.run.run_info import FACTS, add_results, read_facts
 from train.run.used_record import HEAD, read_used
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import read_timelines

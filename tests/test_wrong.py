@@ -52,7 +52,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from train.run.finite import poison_gradient
+from train.run.nonfinite import poison_gradient
 
 TINY = "tests/tiny.py"
 ADVISE = "advise --nodes 4 --between 25gbit --compute 65ms --params 65M"

@@ -57,9 +57,9 @@ from train.cli.tables import quantity, words
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
 from train.job.peer_place import start_peer
-from train.run.facts import add_results
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config
+from train.run.run_info import add_results
 from train.run.sinks import Sink
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run

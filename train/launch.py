@@ -22,13 +22,13 @@ from pathlib import Path
 from symtable import symtable
 
 from decentjax.distributed.place import ASKED, Place, variables_of
-from decentjax.threads import allowed_cores, given_threads
+from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
 from train.job.certificates import certificates
 from train.job.processes import Process, supervise
 
-COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
+COMMAND = "DECENTJAX_COMMAND"  # As `train.run.run_info` reads it.
 APART = ("peers", "quorum", "groups")  # Exchanges of processes that are no job.
 CACHE, WARNINGS = "JAX_COMPILATION_CACHE_DIR", "PYTHONWARNINGS"
 # What may stand before a folder or a config in place of a config, by module.

@@ -30,13 +30,13 @@ from train.figures.comparison_figure import Panel, draw_comparison
 from train.figures.style import save_svg
 from train.network import MaybeRate
 from train.plain_files import write_whole
-from train.run.lives import read_lives
 from train.run.resume import saved_config
 from train.run.scores import read_trained
 from train.run.used_record import read_used
 from train.store.folder import check_links, process_folders
 from train.store.timeline import read_timelines
 from train.study.clock import Clock
+from train.study.lives import read_lives
 from train.study.outcome import kept
 from train.study.replayed import repeat, train_by_clock
 from train.study.seeds import train_seeds

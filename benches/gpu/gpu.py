@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benches.results import check_at_least, write_results
-from decentjax.threads import allowed_cores
+from decentjax.process.threads import allowed_cores
 from train.cli.load import find_config
 from train.cli.tables import markdown, to_json
 from train.job.processes import Process, run_job

@@ -34,7 +34,7 @@ from decentjax import (
     place,
     worker_mesh,
 )
-from decentjax.gossip.ways import neighbors, receivers, senders
+from decentjax.gossip.merging import neighbors, receivers, senders
 from decentjax.links import Links, Piece, Said
 from train.config import DistributedConfig
 from train.job.distributed import fail_stop, start

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decentjax.distributed.start import Peer, initialize, initialize_peer
-    from decentjax.phases import phase
+    from decentjax.process.phases import phase
 
 __all__ = ["Peer", "initialize", "initialize_peer", "phase"]
 
@@ -18,5 +18,5 @@ def __getattr__(name: str) -> Any:
     # A launcher imports `place` and forks, which jax's threads do not allow.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    place = "decentjax.phases" if name == "phase" else f"{__name__}.start"
+    place = "decentjax.process.phases" if name == "phase" else f"{__name__}.start"
     return getattr(importlib.import_module(place), name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from decentjax.phases import BETWEEN, IN_STEP, PREPARING, STARTING, WAITING
+from decentjax.process.phases import BETWEEN, IN_STEP, PREPARING, STARTING, WAITING
 
 LATE = 72  # The exit code of a job that has ended as a process was late.
 # By default a phase may take this many times the median of the steps, and at least

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax.placement import worker_mesh
-from decentjax.threads import provide_threads
+from decentjax.process.threads import provide_threads
 
 
 def provide_devices(local_id: int | None, count: int) -> None:

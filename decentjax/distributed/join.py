@@ -16,13 +16,13 @@ from jax._src import distributed as internals  # The key-value store has no publ
 from jax._src import xla_bridge
 from jax.extend.backend import register_backend_factory
 
-from decentjax.address import split_address, to_address
 from decentjax.distributed.deadline import LONG_TIMES
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
 from decentjax.distributed.rendezvous import rendezvous
 from decentjax.distributed.watch import watch
-from decentjax.threads import add_xla_flags, given_threads
+from decentjax.process.address import split_address, to_address
+from decentjax.process.threads import add_xla_flags, given_threads
 
 DAY_SECONDS = 24 * 3600
 # Of a barrier: the watch ends the job long before, and names who does not come.

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.address import to_address
+from decentjax.process.address import to_address
 
 
 class Place(NamedTuple):

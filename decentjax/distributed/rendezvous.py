@@ -18,8 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.address import is_loopback, listening_at, split_address, to_address
 from decentjax.distributed.place import Place
+from decentjax.process.address import (
+    is_loopback,
+    listening_at,
+    split_address,
+    to_address,
+)
 
 GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be silent.
 MAX_BYTES = 1024  # Largest message.

@@ -8,7 +8,6 @@ import jax
 from jax._src import xla_bridge
 from jax.sharding import Mesh
 
-from decentjax import phases
 from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
@@ -17,6 +16,7 @@ from decentjax.distributed.join import join, share
 from decentjax.distributed.place import find_place
 from decentjax.distributed.watch import watch
 from decentjax.placement import worker_mesh
+from decentjax.process import phases
 
 
 class Peer(NamedTuple):

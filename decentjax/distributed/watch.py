@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from decentjax import phases
 from decentjax.distributed.deadline import (
     ENDED,
     LATE,
@@ -28,6 +27,7 @@ from decentjax.distributed.deadline import (
     sentence,
 )
 from decentjax.distributed.failure import ENDING, end_process, say
+from decentjax.process import phases
 
 TICK_SECONDS = 0.5  # Where the time is nearly over; before it is twice as long.
 PROCESSES_PER_SECOND = 256  # For which the coordinator has time.

@@ -7,21 +7,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from decentjax._own_models import common_keys
-from decentjax.axis import axis_of
+from decentjax._core.optimizer_state import common_keys
 from decentjax.gossip.engine import Closing
-from decentjax.gossip.record import Record, ignore
-from decentjax.local import Adapt, Gradient, halves_of
+from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import (
+    axis_of,
     check_mesh,
     check_one_model,
     is_between_processes,
     over_workers,
 )
-from decentjax.running import check_not_donated
 from decentjax.state import WorkerState, strong
+from decentjax.train_step import check_not_donated
+from decentjax.updates import Adapt, Gradient, halves_of
 
 
 class AllReduce(Closing):

@@ -17,13 +17,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from decentjax.exchange import Topology
-from decentjax.gossip.beside import Beside, check_beside
-from decentjax.gossip.carrier import Carrier
-from decentjax.gossip.record import Record
-from decentjax.local import Adapt
+from decentjax.gossip.thread import Beside, check_beside
+from decentjax.gossip.thread_port import Carrier, Record
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
+from decentjax.updates import Adapt
 
 
 class Background(Beside):

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from decentjax._collectives import sum_dtype
-from decentjax._joining import join, short_places, split
-from decentjax.gossip.rows import Rows, on_each_device
-from decentjax.gossip.ways import Taken, Used
+from decentjax._core.collectives import sum_dtype
+from decentjax._core.joining import join, short_places, split
+from decentjax.gossip.layout import Rows, on_each_device
+from decentjax.gossip.merging import Taken, Used
 from decentjax.links import Links, Piece, Said
 from decentjax.topology import butterfly_hops
 

@@ -9,28 +9,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decentjax import phases
-from decentjax._first_model import first_model
+from decentjax._core.collectives import is_mixed
+from decentjax._core.fingerprint import first_model
+from decentjax._core.patience import AutoPatience, Waits
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Permutations, Topology, check_topology
-from decentjax.gossip.elastic import Elastic, Living, adopted, travels
-from decentjax.gossip.lanes import check_encodes
-from decentjax.gossip.ledger import Ledger, Read, shard_of
-from decentjax.gossip.messages import Form, form_of
-from decentjax.gossip.rows import Layout, Rows
-from decentjax.gossip.ways import (
+from decentjax.gossip.batches_read import Ledger, Read, shard_of
+from decentjax.gossip.layout import Layout, Rows
+from decentjax.gossip.membership import Elastic, Living, adopted, travels
+from decentjax.gossip.merging import (
     Arrived,
+    Form,
     Graph,
     Models,
     Used,
     Way,
     distances,
+    form_of,
     neighbors,
     senders,
 )
+from decentjax.gossip.thread_port import check_encodes
 from decentjax.links import Links, Message, Party, check_party
-from decentjax.mixing import is_mixed
-from decentjax.patience import AutoPatience, Waits
+from decentjax.process import phases
 from decentjax.state import WorkerState
 
 Place = tuple[int, int]

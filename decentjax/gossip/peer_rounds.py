@@ -9,22 +9,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decentjax._core.patience import AutoPatience
 from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange, Topology
-from decentjax.gossip.beside import check_beside
-from decentjax.gossip.elastic import Elastic
-from decentjax.gossip.ledger import Read
-from decentjax.gossip.messages import check_whole, sends_changes
+from decentjax.gossip.batches_read import Read
+from decentjax.gossip.membership import Elastic
+from decentjax.gossip.merging import (
+    Arrived,
+    Models,
+    Used,
+    Way,
+    check_symmetric,
+    check_whole,
+    senders,
+    sends_changes,
+)
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.peer_step import PeerStep
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
-from decentjax.gossip.record import Record
-from decentjax.gossip.ways import Arrived, Models, Used, Way, check_symmetric, senders
+from decentjax.gossip.thread import check_beside
+from decentjax.gossip.thread_port import Record
 from decentjax.links import Party
-from decentjax.local import Adapt
-from decentjax.patience import AutoPatience
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
+from decentjax.updates import Adapt
 
 Count = Callable[[Any], Sequence[int]]
 """Maps a batch, [workers, B, ...], to the number of tokens of each worker."""

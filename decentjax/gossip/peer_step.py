@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from decentjax.gossip.beside import Beside
 from decentjax.gossip.peer_port import PeerPort
-from decentjax.gossip.record import Record
+from decentjax.gossip.thread import Beside
+from decentjax.gossip.thread_port import Record
 from decentjax.links import Links
-from decentjax.local import Adapt
 from decentjax.loss import Metrics
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
+from decentjax.updates import Adapt
 
 MOST_BEHIND = 10  # Steps: a model that is younger hardly moves an average.
 

@@ -7,18 +7,18 @@ theirs. A slow, frozen or dead peer delays the others by at most the patience.
 from collections.abc import Callable
 from typing import Literal
 
+from decentjax._core.patience import AutoPatience
 from decentjax.exchange import Topology
-from decentjax.gossip.elastic import Elastic
-from decentjax.gossip.ledger import Read
+from decentjax.gossip.batches_read import Read
+from decentjax.gossip.membership import Elastic
+from decentjax.gossip.merging import WAYS, Used
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.peer_step import PeerStep
-from decentjax.gossip.record import Record
-from decentjax.gossip.ways import WAYS, Used
+from decentjax.gossip.thread_port import Record
 from decentjax.links import Party
-from decentjax.local import Adapt
-from decentjax.patience import AutoPatience
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
+from decentjax.updates import Adapt
 
 
 class Peers(PeerStep):
@@ -36,7 +36,7 @@ class Peers(PeerStep):
         independently; permutations of single workers, such as `ring` or `exponential`.
       party: this process, its workers, and how it finds its peers.
       way: how models are used: "arrived" averages with the models received so far,
-        "swaps" swaps models with peers; see `decentjax.gossip.ways`.
+        "swaps" swaps models with peers; see `decentjax.gossip.merging`.
       patience: longest time that a step waits for models, in seconds, or an
         `AutoPatience`, for "arrived".
       record: as in `Background`, for "compute" and "wait".

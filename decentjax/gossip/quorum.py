@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decentjax._collectives import sum_dtype
-from decentjax.gossip.ledger import Ledger
-from decentjax.gossip.rows import Rows, on_each_device
-from decentjax.gossip.tally import NUM_COUNTS, Edge, Tally
-from decentjax.gossip.ways import (
+from decentjax._core.collectives import sum_dtype
+from decentjax.gossip.batches_read import Ledger
+from decentjax.gossip.layout import Rows, on_each_device
+from decentjax.gossip.merging import (
     Graph,
     LeftOut,
     Models,
@@ -31,6 +30,7 @@ from decentjax.gossip.ways import (
     receivers,
     senders,
 )
+from decentjax.gossip.tally import NUM_COUNTS, Edge, Tally
 from decentjax.links import Links, Message, Said
 from decentjax.schedule import Schedule
 

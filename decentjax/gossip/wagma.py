@@ -7,21 +7,21 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from decentjax import phases
-from decentjax._first_model import first_model
+from decentjax._core.collectives import is_mixed
+from decentjax._core.fingerprint import first_model
 from decentjax.compression import Leaves
-from decentjax.gossip.beside import Beside
+from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
-from decentjax.gossip.record import Record
-from decentjax.gossip.rows import Layout, Rows
-from decentjax.gossip.ways import Taken, Used
+from decentjax.gossip.merging import Taken, Used
+from decentjax.gossip.thread import Beside
+from decentjax.gossip.thread_port import Record
 from decentjax.links import Links, Party, check_party
-from decentjax.local import Adapt
-from decentjax.mixing import is_mixed
+from decentjax.process import phases
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
 from decentjax.state import WorkerState
 from decentjax.topology import complete
+from decentjax.updates import Adapt
 
 
 class Wagma(Beside):

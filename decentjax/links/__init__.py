@@ -1,10 +1,10 @@
 """Links between processes that share no job: liveness and messages."""
 
-from decentjax.links.book import Addresses, Book, Folder, Store
+from decentjax.links.address_book import Addresses, Book, Folder, Store
 from decentjax.links.channel import Piece
 from decentjax.links.edge import Message, Said
 from decentjax.links.links import Links
-from decentjax.links.party import MIN_SECRET_BYTES, Party, check_party
+from decentjax.links.peer_process import MIN_SECRET_BYTES, Party, check_party
 
 __all__ = [
     "MIN_SECRET_BYTES",

@@ -39,7 +39,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from decentjax.address import is_loopback, listening_at, split_address, to_address
 from decentjax.links.bell import Bell
 from decentjax.links.tunnel import MAX_GUESTS, Contexts, dial, host_tunnel
 from decentjax.links.wire import (
@@ -51,6 +50,12 @@ from decentjax.links.wire import (
     read_host,
     read_question,
     send,
+)
+from decentjax.process.address import (
+    is_loopback,
+    listening_at,
+    split_address,
+    to_address,
 )
 
 HANDSHAKE_SECONDS = 5.0  # Longest.

@@ -47,13 +47,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from decentjax._first_model import ADVICE
-from decentjax.links.book import Folder, address_in
+from decentjax._core.fingerprint import ADVICE
+from decentjax.links.address_book import Folder, address_in
 from decentjax.links.channel import Channel, Piece, on_device
 from decentjax.links.edge import Edge, Message, Said
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
 from decentjax.links.outbox import Outbox
-from decentjax.links.party import Party
+from decentjax.links.peer_process import Party
 from decentjax.links.transport import Transports
 from decentjax.links.tunnel import contexts
 

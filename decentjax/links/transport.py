@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-from decentjax.address import is_loopback, split_address, to_address
 from decentjax.links.tunnel import (
     Contexts,
     Tunnel,
@@ -24,6 +23,7 @@ from decentjax.links.tunnel import (
     host_tunnel,
     listen,
 )
+from decentjax.process.address import is_loopback, split_address, to_address
 
 # Twice PARALLEL_COPIES pieces of TRANSFER_BYTES are on their way at a time: many keep
 # distant links full, and few let confirmations pass sooner, which wait behind them.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from decentjax.address import split_address
+from decentjax.process.address import split_address
 
 RECORD_BYTES = 2**14  # Of TLS.
 BUFFER_BYTES = 2**20  # Of a direction that waits for its reader.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decentjax._core.patience import AutoPatience, Waits
 from decentjax.exchange import Exchange, Groups, Topology, messages_of
-from decentjax.patience import AutoPatience, Waits
 from decentjax.runtime.arrivals import Cards, ModelEdge
 from decentjax.runtime.cluster import Cluster, check_positive, check_size
 from decentjax.runtime.job import Job

@@ -28,9 +28,8 @@ from decentjax import (
 )
 from decentjax.analysis import ring_all_reduce
 from decentjax.gossip import host_mesh
-from decentjax.gossip.carrier import mix_elsewhere
-from decentjax.gossip.lanes import in_lanes, lanes_of
-from decentjax.gossip.tuning import Mix, compiled_mix, fastest_mixes
+from decentjax.gossip.lowerings import Mix, compiled_mix, fastest_mixes
+from decentjax.gossip.thread_port import in_lanes, lanes_of, mix_elsewhere
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
 from train.advise.rank import fitting
@@ -40,6 +39,7 @@ from train.cli.progress import over
 from train.config import Config, RoundsConfig
 from train.job.distributed import gather
 from train.network import GBIT, duration
+from train.run.array_placement import put_batch, put_state
 from train.run.build import (
     build_lone_step,
     build_mesh,
@@ -48,7 +48,6 @@ from train.run.build import (
 )
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.shards import put_batch, put_state
 from train.tasks.task import Task, build_task
 
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.

@@ -23,7 +23,7 @@ from train.config import (
     make_codec,
     sends_models,
 )
-from train.run.build_rounds import sent_bytes, sent_schedule
+from train.run.message_bytes import sent_bytes, sent_schedule
 
 STEPS = 64  # Simulated steps of a prediction.
 PLENTY = 2**20  # Numbers of a model whose codec's bytes a number are those of any.

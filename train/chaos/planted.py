@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from decentjax import WorkerState, phases
+from decentjax import WorkerState
+from decentjax.process import phases
 
 How = Literal["asleep", "locked"]
 SKETCH_SIZE = 64

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from decentjax.threads import allowed_cores
+from decentjax.process.threads import allowed_cores
 from train.plain_files import write_whole
 
 

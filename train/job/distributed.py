@@ -24,7 +24,6 @@ from jax import distributed
 from jax.sharding import Mesh
 
 import decentjax
-from decentjax.address import is_loopback, split_address
 from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
@@ -32,6 +31,7 @@ from decentjax.distributed.join import client, join, share, tell
 from decentjax.distributed.place import Place, find_place
 from decentjax.distributed.watch import close_watch
 from decentjax.gossip import Engine
+from decentjax.process.address import is_loopback, split_address
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig

@@ -18,10 +18,10 @@ from decentjax.overlap import Estimate, Schedule
 from train import targets
 from train.config import BackgroundExchange, Config
 from train.network import rate
+from train.run.array_placement import check_examples, of_examples, shapes_on
 from train.run.build import build_in_step, build_state
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.shards import check_examples, of_examples, shapes_on
 from train.targets import Gpu, Target
 from train.tasks.task import build_task
 from train.xla import COMPILE_ONLY, read_options

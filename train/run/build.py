@@ -26,17 +26,17 @@ from decentjax import (
 )
 from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
-from decentjax.local import LocalUpdate
 from decentjax.loss import Metrics, kinds
 from decentjax.topology import alone
+from decentjax.updates import LocalUpdate
 from train.config import BackgroundExchange, Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peer_place import peer_place
-from train.run.choose import Chooser
-from train.run.finite import poison_gradient, quarantined
+from train.run.check_task import check_takes
 from train.run.method import Beside, build_method
-from train.run.trace import check_takes
+from train.run.nonfinite import poison_gradient, quarantined
+from train.run.policy_choice import Chooser
 from train.tasks.task import Task
 from train.xla import check_options, read_options
 

@@ -8,7 +8,7 @@ from typing import Any
 from decentjax.topology import Topology
 from train.cli.config_json import make, read_fields
 from train.config import TopologyConfig, WorkersConfig
-from train.run.facts import read_facts
+from train.run.run_info import read_facts
 from train.store.folder import check_run, process_folders
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import ActivitySpan, read_timelines
@@ -24,7 +24,7 @@ class History:
       rows: rows of metrics.jsonl.
       spans: spans of timeline.*.jsonl, of the processes that recorded any.
       processes: of a run of peers, the history of each process, which has the rows.
-      facts: facts of run.json, see `train.run.facts`; of peers, those of the first.
+      facts: facts of run.json, see `train.run.run_info`; of peers, those of the first.
     """
 
     folder: Path

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from decentjax import WorkerState, phases
+from decentjax import WorkerState
+from decentjax.process import phases
 from train.cli.config_json import sources
 from train.config import Config
 from train.fields import place_of
 from train.job.distributed import gather
-from train.run.finite import check_gradients
+from train.run.nonfinite import check_gradients
 from train.run.resume import Begin, Resume, begin_new
 from train.run.setup import Setup, set_up
 from train.run.sinks import Sink, named_sinks

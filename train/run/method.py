@@ -26,11 +26,11 @@ from decentjax import (
 )
 from decentjax.codec import as_permutations
 from decentjax.exchange import warn_of_parts
-from decentjax.local import LocalUpdate
 from decentjax.mixing import is_mixed
 from decentjax.policy import Policy
 from decentjax.schedule import Event, Schedule
 from decentjax.topology import Topology, complete
+from decentjax.updates import LocalUpdate
 from train.config import (
     AutoExchange,
     BackgroundExchange,
@@ -39,9 +39,9 @@ from train.config import (
     RoundsConfig,
     StepConfig,
 )
-from train.run.build_rounds import sent_bytes, sent_schedule, step_bytes
-from train.run.choose import build_policy, init_graph
-from train.run.shards import Rule, shards_of
+from train.run.array_placement import Rule, shards_of
+from train.run.message_bytes import sent_bytes, sent_schedule, step_bytes
+from train.run.policy_choice import build_policy, init_graph
 from train.tasks.task import Task, longest_dim
 
 Beside = gossip.AllReduce | gossip.Background | gossip.BackgroundRounds

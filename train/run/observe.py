@@ -10,26 +10,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decentjax import (
-    AXIS,
-    WorkerState,
-    consensus_distance,
-    mean_model,
-    over_workers,
-    phases,
-)
+from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
 from decentjax.gossip import Record
 from decentjax.loss import Metrics
+from decentjax.process import phases
 from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
 from train.job.signals import Stopped
-from train.run.facts import peak_seconds
-from train.run.finite import say_quarantined
+from train.run.array_placement import on_first
+from train.run.nonfinite import say_quarantined
 from train.run.optimizers import build_schedule
 from train.run.resume import Begin
+from train.run.run_info import peak_seconds
 from train.run.scores import build_score
 from train.run.setup import Setup
-from train.run.shards import on_first
 from train.run.stop import Stop
 from train.store.log import PER_SECOND, Log, warn
 

@@ -16,7 +16,7 @@ from decentjax import (
 )
 from train.config import OptimizerConfig
 from train.fields import place_of
-from train.run.finite import watch_gradients
+from train.run.nonfinite import watch_gradients
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -17,10 +17,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, gossip, phases
-from decentjax.address import is_loopback, split_address, to_address
-from decentjax.local import LocalUpdate
+from decentjax import WorkerState, gossip
+from decentjax.process import phases
+from decentjax.process.address import is_loopback, split_address, to_address
 from decentjax.topology import default_group_size
+from decentjax.updates import LocalUpdate
 from train.cli.config_json import read_fields, to_json
 from train.config import (
     ApartExchange,
@@ -35,8 +36,8 @@ from train.job.peer_place import address_of, peer_place
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
 from train.run.build import PeerStep
-from train.run.finite import WatchState
 from train.run.method import build_method
+from train.run.nonfinite import WatchState
 from train.run.resume import Begin, trained_by
 from train.run.stop import Stop
 from train.run.used_record import has_record

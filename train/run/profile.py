@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from decentjax import phases
+from decentjax.process import phases
 
 
 @contextlib.contextmanager

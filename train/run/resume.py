@@ -28,9 +28,9 @@ from train.cli.config_json import (
 from train.config import Config, DistributedConfig
 from train.models.gpt2 import read_gpt2
 from train.plain_files import read_object
-from train.run.facts import command_line
-from train.run.finite import Check
-from train.run.rates import say_jump
+from train.run.nonfinite import Check
+from train.run.rate_jumps import say_jump
+from train.run.run_info import command_line
 from train.run.scores import read_trained
 from train.store.checkpoints import (
     DamagedError,

@@ -9,17 +9,17 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, local_workers
-from decentjax.local import LocalUpdate
+from decentjax.updates import LocalUpdate
 from train.config import Config
 from train.job.peer_place import process_place
+from train.run.array_placement import put_batch, put_state
 from train.run.build import build_local, build_mesh, build_state
+from train.run.check_task import trace_task
 from train.run.method import Method, build_method
 from train.run.optimizers import build_optimizer
+from train.run.peer_log import Watch, watch_of
 from train.run.peer_run import own_folder
-from train.run.peer_watch import Watch, watch_of
-from train.run.shards import put_batch, put_state
 from train.run.straggler import check_processes
-from train.run.trace import trace_task
 from train.tasks.task import Task, build_task
 
 

@@ -24,7 +24,7 @@ from urllib.request import url2pathname
 
 from train.cli.config_json import to_json
 from train.config import Config
-from train.run.facts import read_facts
+from train.run.run_info import read_facts
 from train.store.log import Write, warn
 
 Sink = Callable[[dict[str, Any], Path, int], AbstractContextManager[Write]]

@@ -23,18 +23,18 @@ from train.run.build import (
     build_train_step,
     step_options,
 )
-from train.run.build_rounds import warn_of_few
-from train.run.facts import FACTS, describe, header, write_facts
-from train.run.finite import Check, build_check
+from train.run.check_task import check_batch
+from train.run.message_bytes import warn_of_few
+from train.run.nonfinite import Check, build_check
 from train.run.observe import Observer
 from train.run.peer_run import Joiner, build_peers, has_begun, keeper, write_shared
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again
+from train.run.run_info import FACTS, describe, header, write_facts
 from train.run.setup import Setup
 from train.run.sinks import Sink, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import delay
-from train.run.trace import check_batch
 from train.store.checkpoint_writer import Checkpoints
 from train.store.checkpoints import find_checkpoints, set_aside
 from train.store.folder import MADE_AGAIN

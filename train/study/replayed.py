@@ -17,12 +17,12 @@ from decentjax import WorkerState, gossip
 from decentjax.loss import Metrics
 from train.config import Config, GroupExchange, PeerExchange, QuorumExchange
 from train.run.build import build_local, build_state, build_steps, options_on
-from train.run.finite import check_gradients
-from train.run.lives import WorkerLife
 from train.run.method import build_method
+from train.run.nonfinite import check_gradients
 from train.run.optimizers import build_optimizer
 from train.run.peer_run import amounts_of, at_step, wagma_groups
 from train.study.clock import Clock
+from train.study.lives import WorkerLife
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.study.programs import build_scores, far_apart, judge
 from train.tasks.task import Task, build_task

@@ -15,21 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import Exchange, WorkerState, local_workers, phases
+from decentjax import Exchange, WorkerState, local_workers
 from decentjax.analysis import traffic
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
 from decentjax.loss import Metrics
+from decentjax.process import phases
 from decentjax.schedule import Event
 from decentjax.topology import Topology, matrices
 from train.cli.config_json import to_json
 from train.config import Config
 from train.data.batches import feed
 from train.run.build import build_state, build_steps
-from train.run.choose import build_policy, dispersion, epoch_of, is_measured
-from train.run.finite import QUARANTINED, watch_of
+from train.run.check_task import trace_task
 from train.run.method import Method, build_method
+from train.run.nonfinite import QUARANTINED, watch_of
 from train.run.optimizers import build_optimizer
-from train.run.trace import trace_task
+from train.run.policy_choice import build_policy, dispersion, epoch_of, is_measured
 from train.store.log import warn
 from train.study import programs
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn

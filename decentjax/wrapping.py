@@ -16,21 +16,19 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
-from decentjax._collectives import sum_dtype
-from decentjax._dataflow import ends_in_bound, summands
-from decentjax._lens import Copy, Lens, copies_of_params, default_params, find_lens
-from decentjax._own_models import check_averageable
-from decentjax.axis import bound_axis
+from decentjax._core.collectives import is_mixed, sum_dtype
+from decentjax._core.dataflow import ends_in_bound, summands
+from decentjax._core.lens import Copy, Lens, copies_of_params, default_params, find_lens
+from decentjax._core.optimizer_state import check_averageable
 from decentjax.correction import ExactDiffusionState
 from decentjax.exchange import Topology
-from decentjax.local import Adapt, check_averages_nothing
 from decentjax.loss import check_call
-from decentjax.mixing import is_mixed
+from decentjax.placement import bound_axis
 from decentjax.rounds import Rounds, init_rounds, round_step
-from decentjax.running import on_mesh, simulate
-from decentjax.stacking import stack
-from decentjax.state import WorkerState
+from decentjax.state import WorkerState, stack
 from decentjax.step import awc_step
+from decentjax.train_step import on_mesh, simulate
+from decentjax.updates import Adapt, check_averages_nothing
 
 Plan = Topology | Rounds
 Order = Literal["beside", "after"]

@@ -24,7 +24,7 @@ def allowed_cores() -> int:
     a quota, as containers do; a part of a core counts as one.
 
     Examples:
-      >>> from decentjax.threads import allowed_cores
+      >>> from decentjax.process.threads import allowed_cores
       >>> allowed_cores() >= 1
       True
     """

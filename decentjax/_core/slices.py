@@ -24,7 +24,7 @@ from jax.sharding import (
     PartitionSpec,
 )
 
-from decentjax._collectives import AxisName, checked_axes, names_of
+from decentjax._core.collectives import AxisName, checked_axes, names_of
 
 OfWorker = Callable[[Any, AxisName], Any]
 """Function of one worker's tree, and of the axis of the workers."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from decentjax.axis import axis_of, slices_of
-from decentjax.links.book import Addresses, Book
+from decentjax.links.address_book import Addresses, Book
+from decentjax.placement import axis_of, slices_of
 
 MIN_SECRET_BYTES = 16
 

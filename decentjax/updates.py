@@ -15,10 +15,14 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from decentjax._collectives import sum_dtype
-from decentjax._dataflow import copies, summands
-from decentjax._own_models import check_averageable, leaves_of_others, states_of
-from decentjax._slices import by_compiler, specs_of
+from decentjax._core.collectives import sum_dtype
+from decentjax._core.dataflow import copies, summands
+from decentjax._core.optimizer_state import (
+    check_averageable,
+    leaves_of_others,
+    states_of,
+)
+from decentjax._core.slices import by_compiler, specs_of
 from decentjax.loss import LossFn, Metrics, check_call, check_loss
 from decentjax.state import DecentralizeState, WorkerState, check_optimizer
 
@@ -150,7 +154,7 @@ def halves_of(local: Any, name: str) -> LocalUpdate:
       >>> import functools
       >>> import optax
       >>> from decentjax import adapt
-      >>> from decentjax.local import halves_of
+      >>> from decentjax.updates import halves_of
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).mean(), (model_state, {})
       >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))

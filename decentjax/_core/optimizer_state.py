@@ -13,8 +13,8 @@ import optax
 from jax import lax
 from optax import contrib
 
-from decentjax._collectives import AxisName, sum_over, varying_as
-from decentjax._slices import on_own_slice, worker_number
+from decentjax._core.collectives import AxisName, sum_over, varying_as
+from decentjax._core.slices import on_own_slice, worker_number
 
 _FROM_OWN_MODEL = "it computes its params from a model or sums of its own"
 _REFUSED: dict[type, str] = {

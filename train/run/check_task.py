@@ -12,7 +12,7 @@ from decentjax.dispersion import NORMS
 from decentjax.loss import check_call, kinds
 from train.cli.tables import counted
 from train.data.batches import Batch
-from train.run.finite import QUARANTINED, poison_gradient
+from train.run.nonfinite import QUARANTINED, poison_gradient
 from train.store.log import FORMS, PER_SECOND, warn
 from train.tasks.task import Task
 

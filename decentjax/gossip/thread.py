@@ -14,16 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from decentjax import phases
-from decentjax._own_models import check_no_own_model
+from decentjax._core.optimizer_state import check_no_own_model
 from decentjax.compression import Leaves
 from decentjax.exchange import warn_of_parts
 from decentjax.gossip.engine import Closing
-from decentjax.gossip.record import Record, ignore
-from decentjax.gossip.stages import Plan, Stage, plan_of
-from decentjax.local import Adapt
+from decentjax.gossip.pipeline import Plan, Stage, plan_of
+from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.placement import over_workers, place
+from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
     _check_rounds,
@@ -36,9 +35,10 @@ from decentjax.rounds import (
     travelling,
     without_messages,
 )
-from decentjax.running import StepCount, check_not_donated
 from decentjax.schedule import Fragment, Round
 from decentjax.state import WorkerState, strong
+from decentjax.train_step import StepCount, check_not_donated
+from decentjax.updates import Adapt
 
 Arrival = Callable[[], Leaves]
 """Waits for averaged leaves, and returns them stacked, by number."""

@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from decentjax._own_models import is_of_optax, leaves_of_others, names_of, own_models
-from decentjax.mixing import is_mixed
+from decentjax._core.collectives import is_mixed
+from decentjax._core.optimizer_state import (
+    is_of_optax,
+    leaves_of_others,
+    names_of,
+    own_models,
+)
 
 
 class Lens(NamedTuple):

@@ -14,10 +14,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from decentjax.axis import slices_of
+from decentjax._core.collectives import is_mixed
 from decentjax.links import Piece
-from decentjax.mixing import is_mixed
-from decentjax.placement import rows_sharding
+from decentjax.placement import rows_sharding, slices_of
 
 Rows = list[jax.Array]
 """The pieces of one worker's leaves, [1, ...] each, one device after another."""

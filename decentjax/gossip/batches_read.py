@@ -47,7 +47,7 @@ def shard_of(worker: int, step: int, living: Sequence[int], num_shards: int) -> 
       num_shards: N.
 
     Examples:
-      >>> from decentjax.gossip.ledger import shard_of
+      >>> from decentjax.gossip.batches_read import shard_of
       >>> [shard_of(2, step, [0, 2], num_shards=3) for step in (0, 64, 128)]
       [2, 1, 2]
     """

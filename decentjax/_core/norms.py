@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from decentjax._collectives import sum_dtype
+from decentjax._core.collectives import sum_dtype
 
 SMALL = 2.0**-80  # A power of two, so that scaling is exact.
 

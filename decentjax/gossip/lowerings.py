@@ -13,13 +13,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.axis import axis_of
 from decentjax.codec import Codec, as_permutations, mix_encoded
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
-from decentjax.gossip.duplex import Duplex, is_duplex
-from decentjax.gossip.sending import sending_encoded, sending_of
+from decentjax.gossip.duplex import Duplex, is_duplex, sending_encoded, sending_of
 from decentjax.mixing import Lowering, mix
-from decentjax.placement import is_between_cpus, is_between_processes, over_workers
+from decentjax.placement import (
+    axis_of,
+    is_between_cpus,
+    is_between_processes,
+    over_workers,
+)
 
 MEASURED_BYTES = 4 * 2**20  # Enough to measure, and short on a slow network.
 # Between processes on CPU the two directions of a swap in one program take turns on a

@@ -14,8 +14,6 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from decentjax import phases
-from decentjax.axis import axis_of
 from decentjax.exchange import (
     MENU,
     Exchange,
@@ -25,12 +23,14 @@ from decentjax.exchange import (
 )
 from decentjax.loss import Metrics
 from decentjax.placement import (
+    axis_of,
     check_mesh,
     check_one_model,
     is_between_processes,
     over_workers,
     rows_sharding,
 )
+from decentjax.process import phases
 from decentjax.schedule import Event, Schedule
 from decentjax.state import WorkerState, strong
 from decentjax.step import Step, all_reduce_step

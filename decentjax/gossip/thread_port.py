@@ -7,21 +7,18 @@ import collections
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.axis import axis_of
 from decentjax.codec import mix_encoded
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
-from decentjax.gossip.lanes import check_encodes, from_lanes, in_lanes, lanes_of
-from decentjax.gossip.record import Record, ignore
-from decentjax.gossip.tuning import (
+from decentjax.gossip.lowerings import (
     Mix,
     Mixes,
     compiled_mix,
@@ -30,14 +27,32 @@ from decentjax.gossip.tuning import (
 )
 from decentjax.mixing import Lowering
 from decentjax.placement import (
+    AXIS,
+    axis_of,
     check_mesh,
     check_one_model,
     is_between_processes,
     moved,
     over_workers,
+    slices_of,
 )
 from decentjax.rounds import Rounds, _check_rounds, mix_of
 from decentjax.state import WorkerState
+
+
+class Record(Protocol):
+    """Called with an activity of a process from `start` to `end` of `time.monotonic()`.
+
+    The activity is "compute" (gradient and direction), "wait" (for mixed leaves) or
+    "exchange" (for each group of leaves). Called by both threads.
+    """
+
+    def __call__(self, activity: str, step: int, start: float, end: float) -> None: ...
+
+
+def ignore(activity: str, step: int, start: float, end: float) -> None:
+    """Records nothing."""
+    del activity, step, start, end
 
 
 class Carrier:
@@ -222,3 +237,59 @@ def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
             "exchange_mesh needs a device for each worker, in the worker's process: "
             f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
         )
+
+
+def lanes_of(mesh: Mesh) -> list[Mesh]:
+    """Returns the mesh of each lane; of workers of one device, the mesh itself.
+
+    Args:
+      mesh: mesh of the workers, with further axes if a worker is a slice of it.
+    """
+    slices = slices_of(mesh)
+    if len(slices[0]) == 1:
+        return [mesh]
+    return [Mesh(lane, (AXIS,)) for lane in slices.T]
+
+
+def check_encodes(compression: Any, mesh: Mesh) -> None:
+    """Raises a ValueError if messages of slices are to be encoded."""
+    if compression is not None and len(slices_of(mesh)[0]) > 1:
+        raise ValueError(
+            "beside the step messages are encoded for workers of one device, but these "
+            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh(round_step), in "
+            "the trainer the exchange in_step, or no compression"
+        )
+
+
+def in_lanes(stacked: Any, lanes: list[Mesh]) -> list[Any]:
+    """Returns the shards of stacked arrays by lane, [N, ...] each; copies nothing."""
+    if len(lanes) == 1:
+        return [stacked]
+    return [
+        jax.tree.map(lambda x, lane=lane: _lane(x, lane), stacked) for lane in lanes
+    ]
+
+
+def from_lanes(rows: list[Any], like: Any) -> Any:
+    """Returns the stacked arrays of which these are the lanes; copies nothing.
+
+    Args:
+      rows: trees of arrays, as `in_lanes` returns them.
+      like: stacked arrays with their shapes and shardings.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    return jax.tree.map(lambda x, *parts: _whole(x, parts), like, *rows)
+
+
+def _lane(x: jax.Array, lane: Mesh) -> jax.Array:
+    mine = set(lane.devices.flat)
+    shards = [shard.data for shard in x.addressable_shards if shard.device in mine]
+    shape = (lane.size, *shards[0].shape[1:])
+    lies = NamedSharding(lane, PartitionSpec(AXIS))
+    return jax.make_array_from_single_device_arrays(shape, lies, shards)
+
+
+def _whole(like: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
+    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)

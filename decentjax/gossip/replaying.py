@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from decentjax.compression import Leaves
 from decentjax.exchange import Topology
-from decentjax.gossip.beside import Beside
+from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
+from decentjax.gossip.merging import WAYS, Models, Used
 from decentjax.gossip.peer_rounds import (
     Count,
     count_examples,
@@ -23,16 +24,15 @@ from decentjax.gossip.peer_rounds import (
     of_permutations,
 )
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
-from decentjax.gossip.rows import Layout, Rows
+from decentjax.gossip.thread import Beside
 from decentjax.gossip.wagma import group_rounds
-from decentjax.gossip.ways import WAYS, Models, Used
 from decentjax.links import Message, Said
-from decentjax.local import Adapt
 from decentjax.loss import Metrics
 from decentjax.placement import worker_mesh
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
 from decentjax.state import WorkerState
+from decentjax.updates import Adapt
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""

@@ -273,3 +273,8 @@ def _sum_in_order(x: jax.Array) -> jax.Array:
         return total + row, None
 
     return lax.scan(add, x[0], x[1:], unroll=8)[0]
+
+
+def is_mixed(x: jax.Array) -> bool:
+    """Whether exchanges change a leaf; counters and empty leaves stay as they are."""
+    return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0

@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import LossFn, WorkerState, over_workers
-from decentjax.local import Gradient, LocalUpdate
 from decentjax.loss import Metrics, check_loss
+from decentjax.updates import Gradient, LocalUpdate
 from train.cli.tables import say_workers
 
 Check = Callable[[WorkerState, int], None]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax._src import core
 
-from decentjax._collectives import AxisName
+from decentjax._core.collectives import AxisName
 
 # They select or arrange leaves, and pass the updates on unchanged.
 _KEEP_UPDATES = (

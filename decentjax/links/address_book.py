@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from decentjax.address import MOST_SHOWN, split_address, to_address
+from decentjax.process.address import MOST_SHOWN, split_address, to_address
 
 MAX_ENTRY_BYTES = 1024
 

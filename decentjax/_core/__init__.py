@@ -1,0 +1,1 @@
+"""Parts of the library that no user imports."""

@@ -1,0 +1,1 @@
+"""This process: what it is doing, its threads, and its addresses."""
