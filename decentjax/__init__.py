@@ -35,8 +35,6 @@ if TYPE_CHECKING:
         accum_adam,
         accum_adamw,
         decentralize,
-        decentralize_atc,
-        decentralize_rounds,
         scale_by_accum_adam,
     )
     from decentjax.placement import (
@@ -48,20 +46,18 @@ if TYPE_CHECKING:
         place,
         worker_mesh,
     )
-    from decentjax.rounds import Rounds, init_rounds, round_step
+    from decentjax.plan import GradientMean, Plan, init_state
+    from decentjax.rounds import Rounds
     from decentjax.state import (
         DecentralizeState,
         WorkerState,
-        init_state,
         stack,
         stacked_shardings,
     )
-    from decentjax.step import all_reduce_step, atc_step, awc_step
     from decentjax.train_step import TrainStep, on_mesh, simulate
     from decentjax.updates import (
         Gradient,
         LocalUpdate,
-        adapt,
         descend,
         gradient,
         local_update,
@@ -73,11 +69,13 @@ __all__ = [
     "DecentralizeState",
     "Exchange",
     "Gradient",
+    "GradientMean",
     "Groups",
     "LocalUpdate",
     "LossFn",
     "Lowering",
     "Permutations",
+    "Plan",
     "Rounds",
     "ScaleByAccumAdamState",
     "Topology",
@@ -86,19 +84,13 @@ __all__ = [
     "WrappedStep",
     "accum_adam",
     "accum_adamw",
-    "adapt",
-    "all_reduce_step",
     "analysis",
-    "atc_step",
-    "awc_step",
     "check_one_model",
     "codec",
     "compression",
     "compute_in",
     "consensus_distance",
     "decentralize",
-    "decentralize_atc",
-    "decentralize_rounds",
     "descend",
     "dispersion",
     "distributed",
@@ -106,7 +98,6 @@ __all__ = [
     "global_mean",
     "gossip",
     "gradient",
-    "init_rounds",
     "init_state",
     "local_update",
     "local_workers",
@@ -119,7 +110,6 @@ __all__ = [
     "place",
     "policy",
     "quasi_global_momentum",
-    "round_step",
     "rounds",
     "runtime",
     "scale_by_accum_adam",
@@ -155,9 +145,9 @@ _CORE = (
     "placement",
     "state",
     "updates",
-    "step",
-    "train_step",
     "rounds",
+    "plan",
+    "train_step",
     "optim",
     "correction",
     "wrapping",

@@ -190,10 +190,10 @@ def error_feedback(
       TypeError: if the codec is none.
 
     Examples:
-      >>> from decentjax import Rounds, codec, schedule, topology
+      >>> from decentjax import Rounds, codec, topology
       >>> from decentjax.compression import error_feedback
-      >>> plan = schedule.every(topology.ring(8), num_steps=1, delay=1)
-      >>> rounds = Rounds(plan, compression=error_feedback(codec.int8()))
+      >>> int8 = error_feedback(codec.int8())
+      >>> plan = Rounds(topology.ring(8), delay=1, compression=int8)
 
     Source: Tang et al., DeepSqueeze (2019), Algorithm 1.
     """

@@ -1,8 +1,7 @@
-"""Published low-communication methods, as rounds.
+"""Published methods, as plans.
 
-Each is a schedule, an outer optimizer and a merge; `decentjax.rounds.round_step` runs
-them, with any optax optimizer inside. MuLoCo (Thérien et al., 2025) is `diloco` with
-`optax.contrib.muon` inside.
+Each is for any optax optimizer inside; with `optax.contrib.muon` inside, `diloco` is
+MuLoCo (Thérien et al., 2025).
 """
 
 from collections.abc import Sequence
@@ -14,9 +13,27 @@ import optax
 from decentjax._core.collectives import is_mixed
 from decentjax._core.public_names import names_of
 from decentjax.exchange import Topology
+from decentjax.plan import GradientMean
 from decentjax.rounds import Rounds, blend, replace
-from decentjax.schedule import cut_leaves, every, in_fragments
+from decentjax.schedule import cut_leaves
 from decentjax.topology import complete, random_matching
+
+
+def all_reduce(num_workers: int) -> GradientMean:
+    """All-reduce, the baseline: `x <- x + update(1/N sum_j grad f_j(x))`.
+
+    Args:
+      num_workers: N.
+
+    Examples:
+      >>> import optax
+      >>> from decentjax import local_update, methods, simulate
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
+      >>> train_step = simulate(local, methods.all_reduce(8))
+    """
+    return GradientMean(num_workers)
 
 
 def local_sgd(topology: Topology, num_steps: int) -> Rounds:
@@ -32,12 +49,12 @@ def local_sgd(topology: Topology, num_steps: int) -> Rounds:
     Examples:
       >>> from decentjax import methods, topology
       >>> rounds = methods.local_sgd(topology.complete(8), num_steps=20)
-      >>> rounds.schedule.name
-      'complete every 20 steps'
+      >>> rounds.topology.name, rounds.every
+      ('complete', 20)
 
     Source: Stich, Local SGD Converges Fast and Communicates Little (2019).
     """
-    return Rounds(every(topology, num_steps), merge=replace)
+    return Rounds(topology, num_steps, merge=replace)
 
 
 def diloco(
@@ -59,14 +76,14 @@ def diloco(
     Examples:
       >>> from decentjax import methods
       >>> rounds = methods.diloco(num_workers=8, num_steps=100, learning_rate=0.7)
-      >>> rounds.schedule.period
+      >>> rounds.every
       100
 
     Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
     Models (2023), Algorithm 1, with the paper's values.
     """
     outer = _sgd(learning_rate, momentum, nesterov=True)
-    return Rounds(every(complete(num_workers), num_steps), outer, replace)
+    return Rounds(complete(num_workers), num_steps, outer=outer, merge=replace)
 
 
 def streaming_diloco(
@@ -107,7 +124,7 @@ def streaming_diloco(
       >>> from decentjax import methods
       >>> params = {"a": jnp.zeros(100), "b": jnp.zeros(100)}
       >>> rounds = methods.streaming_diloco(8, params, num_steps=100, num_fragments=2)
-      >>> rounds.schedule.fragments, rounds.schedule.delay
+      >>> rounds.fragments, rounds.delay
       (((0,), (1,)), 5)
 
     Source: Douillard et al., Streaming DiLoCo with overlapping communication (2025),
@@ -116,9 +133,9 @@ def streaming_diloco(
     leaves = jax.tree.leaves(params)
     sizes: Sequence[int] = [x.size if is_mixed(x) else 0 for x in leaves]
     fragments = cut_leaves(sizes, num_fragments)
-    schedule = in_fragments(complete(num_workers), num_steps, fragments, delay)
     outer = _sgd(learning_rate, momentum, nesterov=True)
-    return Rounds(schedule, outer, blend(share))
+    graph = complete(num_workers)
+    return Rounds(graph, num_steps, delay, fragments, outer, blend(share))
 
 
 def noloco(
@@ -148,7 +165,7 @@ def noloco(
     Examples:
       >>> from decentjax import methods
       >>> rounds = methods.noloco(num_workers=8, num_steps=50, period=4)
-      >>> len(rounds.schedule.exchanges)
+      >>> rounds.topology.period
       4
 
     Source: Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method
@@ -156,7 +173,7 @@ def noloco(
     """
     topology = random_matching(num_workers, period, seed)
     outer = _sgd(learning_rate, momentum, nesterov=False)
-    return Rounds(every(topology, num_steps), outer, replace)
+    return Rounds(topology, num_steps, outer=outer, merge=replace)
 
 
 def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) -> Rounds:
@@ -181,14 +198,14 @@ def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) ->
     Examples:
       >>> from decentjax import methods, topology
       >>> rounds = methods.gradient_tracking(topology.ring(8))
-      >>> rounds.schedule.period, rounds.schedule.delay
+      >>> rounds.every, rounds.delay
       (1, 1)
 
     Source: Nedić, Olshevsky, Shi: Achieving Geometric Convergence for Distributed
     Optimization over Time-Varying Graphs (2017), DIGing; Nguyen et al., On the
     Performance of Gradient Tracking with Local Updates (2022).
     """
-    return Rounds(every(topology, num_steps, delay), tracking=True)
+    return Rounds(topology, num_steps, delay, tracking=True)
 
 
 def _sgd(

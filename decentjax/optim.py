@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from decentjax._core.collectives import AxisName, same_on_all, sum_dtype
@@ -19,19 +18,21 @@ from decentjax._core.optimizer_state import (
     own_keys,
 )
 from decentjax._core.slices import worker_number
-from decentjax.exchange import Exchange, Topology, check_topology, warn_of_parts
+from decentjax.exchange import Topology
 from decentjax.mixing import axis_size, mix
-from decentjax.rounds import (
-    Rounds,
-    _check_rounds,
-    init_rounds,
-    mix_of,
-    round_step,
+from decentjax.plan import (
+    Plan,
+    Turn,
+    check_plan,
+    init_carried,
+    schedule_of,
     turn_of,
+    warn_of_plan,
+    worker_step,
 )
-from decentjax.schedule import Schedule
+from decentjax.rounds import Rounds, mix_of
+from decentjax.schedule import Event
 from decentjax.state import DecentralizeState, WorkerState, check_optimizer, strong
-from decentjax.step import atc_step, awc_step
 from decentjax.updates import (
     Gradient,
     LocalUpdate,
@@ -230,9 +231,10 @@ def accum_adamw(
 
 def decentralize(
     inner: optax.GradientTransformation,
-    topology: Topology,
+    plan: Plan,
     axis_name: AxisName,
     message_dtype: DTypeLike | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer decentralized: its updates carry the exchange of the models.
 
@@ -241,19 +243,25 @@ def decentralize(
     afterwards would do the same to the exchange. Transformations of gradients may come
     before it in a chain; wrappers of optax that change its updates are rejected.
 
-    Adapt while communicating, as `awc_step` does: with u the update of `inner`,
-    `optax.apply_updates(params, updates)` becomes
+    Over a topology, with u the update of `inner`, `optax.apply_updates(params,
+    updates)` becomes
 
         x_i <- sum_j W_ij x_j + u(grads, sum_j W_ij x_j)
 
-    Decentralized Adam, DAdam, is `decentralize(optax.adam(...), topology, axis_name)`,
-    and so is DAdamW, whose weight decay is that of the mixed model. The paper has
-    `eps_root`, inside the root; its released code `eps`, outside.
-
     The exchange does not wait for the gradient, and overlaps it. Gradients must be
-    taken at the unmixed params. Use it where the axis is mapped, in `jax.shard_map` or
-    in `jax.vmap` with the `axis_name`, with plain params and gradients. Do not use it
-    inside the steps of `decentjax`, which average the models themselves.
+    taken at the unmixed params. Decentralized Adam, DAdam, is
+    `decentralize(optax.adam(...), topology, axis_name)`, and so is DAdamW, whose weight
+    decay is that of the mixed model. The paper has `eps_root`, inside the root; its
+    released code `eps`, outside. Over `Rounds(topology)` it is adapt-then-combine,
+
+        x_i <- sum_j W_ij (x_j + u_j(grads, x_j))
+
+    and nothing hides the exchange; over other rounds models are averaged now and then,
+    and over `methods.all_reduce` gradients.
+
+    Use it where the axis is mapped, in `jax.shard_map` or in `jax.vmap` with the
+    `axis_name`, with plain params and gradients. Do not use it inside the steps of
+    `decentjax`, which average the models themselves.
 
     Every worker takes part in every exchange. `optax.apply_if_finite` and
     `optax.MultiSteps` go inside, where they skip only the update: with k micro-steps
@@ -261,165 +269,63 @@ def decentralize(
     params and the old. Random keys in the optimizer's state, such as that of
     `optax.add_noise`, become the worker's own at the first step.
 
-    `update` takes a static keyword `step`, the step as a Python int: one step is
-    compiled for each exchange of the topology, and the exchange overlaps the gradient.
-    Without it the transformation counts its steps itself, in one compiled step. A
-    topology of several exchanges is then a conditional, which no compiler overlaps.
+    The transformation counts its steps itself, in one compiled step; a plan of several
+    exchanges is a conditional in it, which no compiler overlaps. Over a topology
+    `update` takes a static keyword `step`, the step as a Python int: one step is then
+    compiled for each exchange, which overlaps the gradient.
 
     Args:
       inner: any optimizer whose params may be averaged, as most of optax; z of
         schedule-free ones is averaged too.
-      topology: topology with as many workers as the axis.
+      plan: who averages what, and when, with as many workers as the axis.
       axis_name: mapped axis of the workers.
       message_dtype: as in `mix`; with `optax.inject_hyperparams` by name, "bfloat16".
-
-    Raises:
-      ValueError: in `update`, if a wrapper of optax changes the updates, one before it
-        in a chain has random keys, or it is called in a conditional in which workers
-        may take different branches. These are detected during tracing: not in a loop
-        whose length differs between workers, nor around a `jax.jit` that was traced
-        elsewhere.
-      TypeError: in `update`, if the optimizer undoes the average, as `optax.lbfgs`,
-        `optax.rprop` and, of `optax.contrib`, `cocob`, `dadapt_adamw`, `madgrad`,
-        `mechanize` and `prodigy` do, or averages itself.
-
-    Examples:
-      >>> import optax
-      >>> from decentjax import decentralize, topology
-      >>> adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-      >>> optimizer = decentralize(adamw, topology.ring(8), "workers")
-
-    Source: From Promise to Practice (ICLR 2025), equation 1.
-    """
-    check_topology(topology)
-    return _in_order(awc_step, inner, topology, axis_name, message_dtype)
-
-
-def decentralize_atc(
-    inner: optax.GradientTransformation,
-    topology: Topology,
-    axis_name: AxisName,
-    message_dtype: DTypeLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Adapt, then combine, as in `atc_step`; otherwise like `decentralize`.
-
-        x_i <- sum_j W_ij (x_j + u_j(grads, x_j))
-
-    The exchange waits for the update, so nothing hides it. Arguments, errors and the
-    static `step` are those of `decentralize`.
-
-    Examples:
-      >>> import optax
-      >>> from decentjax import decentralize_atc, topology
-      >>> sgd = optax.sgd(0.1, momentum=0.9)
-      >>> optimizer = decentralize_atc(sgd, topology.ring(8), "workers")
-    """
-    check_topology(topology)
-    return _in_order(atc_step, inner, topology, axis_name, message_dtype)
-
-
-def decentralize_rounds(
-    inner: optax.GradientTransformation,
-    rounds: Rounds,
-    axis_name: AxisName,
-    message_dtype: DTypeLike | None = None,
-    seed: int = 0,
-) -> optax.GradientTransformationExtraArgs:
-    """Averages models in rounds, as in `round_step`; otherwise like `decentralize`.
-
-    `update` takes the static `step`, from 0 on and without gaps, or
-    `t % rounds.schedule.period`, so that there are as many programs as kinds of steps.
-    Without it the transformation counts its steps, in one program, as a scan or
-    `TrainState.apply_gradients` needs; its rounds are then a conditional.
-
-    Args:
-      inner: any optimizer.
-      rounds: rounds, such as `methods.diloco(8)`, with as many workers as the axis.
-      axis_name: mapped axis of the workers.
-      message_dtype: as in `mix`.
       seed: seed of a codec's stochastic rounding.
 
     Raises:
       ValueError: if encoded messages have shards, or they or tracking a
-        `message_dtype`.
+        `message_dtype`; in `update`, if a wrapper of optax changes the updates, one
+        before it in a chain has random keys, or it is called in a conditional in which
+        workers may take different branches. These are detected during tracing: not in a
+        loop whose length differs between workers, nor around a `jax.jit` that was
+        traced elsewhere.
+      TypeError: if the plan is none; in `update`, if the optimizer undoes the average,
+        as `optax.lbfgs`, `optax.rprop` and, of `optax.contrib`, `cocob`,
+        `dadapt_adamw`, `madgrad`, `mechanize` and `prodigy` do, or averages itself, or
+        for a static step of another plan than a topology.
 
     Examples:
       >>> import optax
-      >>> from decentjax import decentralize_rounds, methods
-      >>> rounds = methods.diloco(num_workers=8, num_steps=50)
-      >>> optimizer = decentralize_rounds(optax.adamw(1e-3), rounds, "workers")
+      >>> from decentjax import decentralize, methods, topology
+      >>> adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+      >>> optimizer = decentralize(adamw, topology.ring(8), "workers")
+      >>> diloco = decentralize(adamw, methods.diloco(num_workers=8), "workers")
+
+    Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    _check_rounds(rounds)
-    if rounds.tracking and message_dtype is not None:
-        raise ValueError(
-            "rounds with tracking accumulate the rounding of messages: leave "
-            f"message_dtype at None, got {message_dtype}"
-        )
-    order = functools.partial(round_step, rounds=rounds)
-    if rounds.compression is not None:
-        if message_dtype is not None or rounds.compression.shards is not None:
-            raise ValueError(
-                "encoded messages of a transformation have the codec's dtype and no "
-                "shards: leave message_dtype and the compression's shards at None"
-            )
-        average = functools.partial(mix_of(rounds.compression), axis_name=axis_name)
-        order = _with_keys(functools.partial(order, mix=average), axis_name, seed)
-    init_extra = functools.partial(init_rounds, rounds)
-    schedule = rounds.schedule
-    return _in_order(order, inner, schedule, axis_name, message_dtype, init_extra)
-
-
-def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
-    """The order, with a random key for each worker and step."""
-
-    def with_key(worker, updates, event, *, adapt, mix):
-        del mix  # The order has its own.
-        key = jax.random.fold_in(jax.random.key(seed), worker.key)
-        key = jax.random.fold_in(key, worker_number(axis_name, worker.key))
-        return order(worker._replace(key=key), updates, event, adapt=adapt)
-
-    return with_key
-
-
-def _in_order(
-    order: Callable,
-    inner: optax.GradientTransformation,
-    plan: Topology | Schedule,
-    axis_name: AxisName,
-    message_dtype: DTypeLike | None,
-    init_extra: Callable[[Any], Any] = lambda params: (),
-) -> optax.GradientTransformationExtraArgs:
-    """`decentralize`, with a step of `decentjax` as the order, and its extra state."""
+    check_plan(plan)
     _check_dtype(message_dtype)
     check_optimizer(inner)
-    warn_of_parts(plan.name, plan.exchanges)
-    mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
-
-    def average(params, taken):
-        if isinstance(taken, Exchange):
-            return mix_once(params, taken)
-        assert isinstance(plan, Topology)
-        # An exchange is static, so the traced count can only select a branch.
-        branches = [functools.partial(mix_once, exchange=e) for e in plan]
-        return lax.switch(taken, branches, params)
-
-    def taken_by(step, count):
-        if isinstance(plan, Schedule):
-            return turn_of(plan, same_on_all(count, axis_name), step)
-        if step is None and plan.period > 1:
-            return same_on_all(count, axis_name) % plan.period
-        return plan[step or 0]
+    warn_of_plan(plan)
+    average = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
+    has_keys = isinstance(plan, Rounds) and plan.compression is not None
+    if isinstance(plan, Rounds):
+        _check_messages(plan, message_dtype)
+        if plan.compression is not None:
+            average = functools.partial(mix_of(plan.compression), axis_name=axis_name)
+    schedule = schedule_of(plan)
+    is_one = schedule.period == 1 and schedule.delay <= 1  # All steps are alike.
 
     def init_fn(params):
         count = jnp.zeros([], jnp.int32)
         # A mask may leave nothing to average.
-        extra = init_extra(params) if jax.tree.leaves(params) else ()
+        extra = init_carried(plan, params) if jax.tree.leaves(params) else ()
         inner_state = jax.tree.map(strong, own_keys(inner.init(params), axis_name))
         check_averages_nothing(inner_state, "the decentralize around it")
         return DecentralizeState(count, inner_state, extra)
 
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
-        _check_arguments(params, step)
+        _check_arguments(params, step, plan)
         check_is_last(
             "decentralize, and thereby the exchange of the models, which they contain",
             "put it inside, as in decentralize(optax.chain(optax.adam(1e-3), "
@@ -433,18 +339,45 @@ def _in_order(
         options = extra_arguments(inner, **extra_args)
         check_keeps_no_model(inner, params, state.inner_state, **options)
 
-        # A step of `decentjax.step`, with the gradient in place of the batch, and the
-        # count in place of the key.
-        inner_state = first_keys(state.inner_state, state.count, axis_name)
-        worker = WorkerState(params, inner_state, (), state.count, state.extra)
-        taken = taken_by(step, state.count)
-        local = _given_gradient(inner, extra_args)
-        worker, metrics = order(worker, updates, taken, adapt=local, mix=average)
+        # A worker's step, with the gradient in place of the batch, and the count in
+        # place of the key.
+        count, inner_state = state.count, state.inner_state
+        key = _key(seed, count, axis_name) if has_keys else count
+        inner_state = first_keys(inner_state, count, axis_name)
+        worker = WorkerState(params, inner_state, (), key, state.extra)
+        one_step = worker_step(
+            _given_gradient(inner, extra_args), plan, average, axis_name=axis_name
+        )
+        if step is not None or is_one:
+            event: Event | Turn = schedule[step or 0]
+        else:
+            event = turn_of(schedule, same_on_all(count, axis_name))
+        worker, metrics = one_step(worker, updates, event)
         updates = jax.tree.map(_difference, worker.params, params, metrics["u"])
-        count, inner_state = state.count + 1, worker.opt_state
-        return updates, DecentralizeState(count, inner_state, worker.extra)
+        return updates, DecentralizeState(count + 1, worker.opt_state, worker.extra)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_messages(rounds: Rounds, message_dtype: DTypeLike | None) -> None:
+    """Raises a ValueError for messages that a transformation cannot send."""
+    if rounds.tracking and message_dtype is not None:
+        raise ValueError(
+            "rounds with tracking accumulate the rounding of messages: leave "
+            f"message_dtype at None, got {message_dtype}"
+        )
+    one = rounds.compression
+    if one is not None and (message_dtype is not None or one.shards is not None):
+        raise ValueError(
+            "encoded messages of a transformation have the codec's dtype and no "
+            "shards: leave message_dtype and the compression's shards at None"
+        )
+
+
+def _key(seed: int, count: jax.Array, axis_name: AxisName) -> jax.Array:
+    """A random key for each worker and step."""
+    key = jax.random.fold_in(jax.random.key(seed), count)
+    return jax.random.fold_in(key, worker_number(axis_name, count))
 
 
 def _given_gradient(
@@ -490,9 +423,14 @@ def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Ar
     return target.astype(dtype) - params.astype(dtype)
 
 
-def _check_arguments(params: Any, step: Any) -> None:
+def _check_arguments(params: Any, step: Any, plan: Plan) -> None:
     if params is None:
         raise ValueError("decentralize averages the models: pass params to update")
+    if step is not None and not isinstance(plan, Topology):
+        raise TypeError(
+            "decentralize counts the steps of rounds itself, so that no message is "
+            f"lost: leave out step, got {step!r}"
+        )
     if step is not None and not isinstance(step, int):
         raise TypeError(
             "step is static, a Python int: make it a static argument of your jit, "

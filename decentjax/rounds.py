@@ -14,7 +14,7 @@ worker's code; `round_step` places them around the local update.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,17 +36,23 @@ from decentjax.compression import (
     encode_leaves,
     init_coded,
 )
-from decentjax.correction import init_tracker, tracked
-from decentjax.exchange import Exchange
-from decentjax.loss import Metrics, check_call
+from decentjax.correction import init_tracker
+from decentjax.exchange import Exchange, Topology
+from decentjax.loss import check_call
+from decentjax.mixing import mix
 from decentjax.placement import bound_axis
-from decentjax.schedule import Event, Fragment, Round, Schedule
+from decentjax.schedule import Fragment, Schedule, every, in_fragments
 from decentjax.state import WorkerState, check_arrays, check_optimizer
-from decentjax.step import Mix, mix_workers
-from decentjax.updates import Adapt
 
+Mix = Callable[[Any, Exchange], Any]
+"""Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (leaf now, leaf as sent, leaf of the round) to the merged leaf."""
+
+
+def mix_workers(params: Any, exchange: Exchange, **options: Any) -> Any:
+    """`mix` over the axis of the workers."""
+    return mix(params, exchange, bound_axis(), **options)
 
 
 def replace(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
@@ -109,10 +115,20 @@ def blend(share: float) -> Merge:
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """How models are averaged in rounds.
+    """A plan in which models are averaged every H steps.
+
+    With delay 0 round r (from 0) is at the end of step r H + H - 1, after its update.
+    With delay d >= 1 it begins before step r H, and is merged just before the update of
+    the d-th step, counting that one; the first then sends the initial models. Of P
+    fragments the p-th begins floor(p H / P) steps after the first; leaves in no
+    fragment are not sent: each worker trains its own.
 
     Args:
-      schedule: which workers average which leaves, and when.
+      topology: exchanges of the rounds, taken in turn.
+      every: H, the steps from one round to the next.
+      delay: d, steps until what was sent is merged, at most H.
+      fragments: numbers of the leaves of each fragment, in the order of
+        `jax.tree.leaves`, see `cut_leaves`; None sends whole models.
       outer: optimizer of the anchor, whose gradient is the pseudo-gradient; None moves
         the anchor to the average.
       merge: how a worker continues from the anchor: `replace`, `shift` or `blend(c)`.
@@ -121,31 +137,33 @@ class Rounds:
         y + g - g_before`, which is averaged with the model; doubles the bytes sent.
 
     Raises:
-      ValueError: if there is an outer optimizer, but no local step between rounds, or
-        the compression does not fit the schedule, or rounds with tracking would not
-        preserve the sum of all y: with an outer optimizer, fragments, a compression,
-        `blend`, or `replace` with a delay.
+      ValueError: if H is less than 1 or than the number of fragments, a fragment is
+        empty, the delay is longer than H, there is an outer optimizer, but no local
+        step between rounds, the compression does not fit the exchanges, or rounds with
+        tracking would not preserve the sum of all y: with an outer optimizer,
+        fragments, a compression, `blend`, or `replace` with a delay.
       TypeError: if a part has the wrong type.
 
     Examples:
       >>> import optax
-      >>> from decentjax import Rounds, schedule, topology
+      >>> from decentjax import Rounds, topology
       >>> pairs = topology.random_matching(8, period=16, seed=0)
-      >>> rounds = Rounds(schedule.every(pairs, 50), outer=optax.sgd(0.7, momentum=0.5))
+      >>> plan = Rounds(pairs, every=50, outer=optax.sgd(0.7, momentum=0.5))
     """
 
-    schedule: Schedule
+    topology: Topology
+    every: int = 1
+    delay: int = 0
+    fragments: Sequence[Sequence[int]] | None = None
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
     compression: Compression | None = None
     tracking: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.schedule, Schedule):
-            raise TypeError(
-                "wanted a Schedule, such as schedule.every(topology.ring(8), 10), got "
-                f"{type(self.schedule).__name__}"
-            )
+        if self.fragments is not None:
+            fragments = tuple(tuple(leaves) for leaves in self.fragments)
+            object.__setattr__(self, "fragments", fragments)
         if self.outer is not None:
             check_optimizer(self.outer)
         if not callable(self.merge):
@@ -163,17 +181,35 @@ class Rounds:
         if self.outer and in_each_step and len(self.schedule.fragments) == 1:
             raise ValueError(
                 "an outer optimizer moves models that have trained alone since the "
-                "last round, but this schedule averages them in every step: use "
-                "every(topology, num_steps) with more steps, or no outer optimizer"
+                "last round, but these rounds average them in every step: give a "
+                "larger every, or no outer optimizer"
             )
         if self.compression is not None:
             self.compression.check(self.schedule, self.outer is not None)
         if self.tracking:
             self._check_keeps_sums()
 
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """Which rounds begin and end in each step."""
+        if self.fragments is None:
+            return every(self.topology, self.every, self.delay)
+        return in_fragments(self.topology, self.every, self.fragments, self.delay)
+
+    @property
+    def num_workers(self) -> int:
+        return self.topology.num_workers
+
+    @property
+    def averages_models(self) -> bool:
+        """Whether each step averages whole models, and nothing else is kept."""
+        is_whole = self.every == 1 and self.fragments is None and self.delay <= 1
+        is_bare = self.outer is None and self.compression is None and not self.tracking
+        return is_whole and is_bare and self.merge in (replace, shift)
+
     def _check_keeps_sums(self) -> None:
         """Raises a ValueError for rounds that would change the sum of all y."""
-        delay = self.schedule.delay
+        delay = self.delay
         is_kept = self.merge is shift or (self.merge is replace and delay <= 1)
         is_whole = self.schedule.fragments == (None,)
         if self.outer or self.compression or not is_kept or not is_whole:
@@ -220,12 +256,14 @@ class TrackingState(NamedTuple):
     gradient: Any
 
 
-def _check_rounds(rounds: Any) -> None:
-    """Raises a TypeError unless these are rounds."""
+def check_rounds(rounds: Any) -> Rounds:
+    """Returns rounds, or raises a TypeError."""
     if not isinstance(rounds, Rounds):
         raise TypeError(
-            "wanted Rounds, such as methods.diloco(8), got " + type(rounds).__name__
+            "wanted a topology or rounds, such as topology.ring(8) or "
+            f"methods.diloco(8), got {type(rounds).__name__}"
         )
+    return rounds
 
 
 def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
@@ -247,7 +285,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
     check_arrays(params, "init_rounds")
-    _check_rounds(rounds)
+    check_rounds(rounds)
     if not rounds.tracking:
         return _init_carried(rounds, params)
     tracker, gradient = init_tracker(params), init_tracker(params)
@@ -257,7 +295,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
 def _init_carried(rounds: Rounds, params: Any) -> RoundState:
     parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
     leaves = functools.reduce(operator.or_, parts, {})
-    is_late = rounds.schedule.delay > 1
+    is_late = rounds.delay > 1
 
     def wide(part: Leaves) -> Leaves:  # Copies, since a step donates each buffer once.
         return {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in part.items()}
@@ -344,138 +382,6 @@ def receive(
     return state._replace(params=params, extra=carried)
 
 
-class Turn(NamedTuple):
-    """One of several events, chosen in the compiled step.
-
-    Args:
-      events: the events.
-      index: int32, []; number of the event, the same on all workers.
-    """
-
-    events: tuple[Event, ...]
-    index: jax.Array
-
-
-def turn_of(schedule: Schedule, count: jax.Array, step: int | None = None) -> Turn:
-    """The event of a step, if the steps since the start are counted in an array.
-
-    Args:
-      schedule: the schedule.
-      count: int32, []; steps done so far, the same on all workers.
-      step: the static step, which may be taken modulo the period; None for `count`.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax import schedule, topology
-      >>> from decentjax.rounds import turn_of
-      >>> plan = schedule.every(topology.complete(4), num_steps=100)
-      >>> len(turn_of(plan, jnp.array(0)).events)
-      2
-    """
-    # The first steps receive nothing, as nothing was sent before them; at the same
-    # positions of later periods, messages of the previous period arrive.
-    period, first = schedule.period, max(0, schedule.delay - 1)
-    if step is None:
-        events = [schedule[t] for t in range(first + period)]
-        place = jnp.where(count < first, count, first + (count - first) % period)
-    elif step >= first:
-        events, place = [schedule[step]], jnp.int32(0)
-    else:
-        events = [schedule[step], schedule[step + -(-first // period) * period]]
-        place = (count >= first).astype(jnp.int32)
-    distinct = tuple(dict.fromkeys(events))
-    table = jnp.array([distinct.index(one) for one in events], jnp.int32)
-    return Turn(distinct, table[place])
-
-
-Send = Callable[[Rounds, Fragment, WorkerState], WorkerState]
-Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
-
-
-def round_step(
-    state: WorkerState,
-    batch: Any,
-    event: Event | Turn,
-    *,
-    rounds: Rounds,
-    adapt: Adapt,
-    mix: Mix | None = None,
-    send: Send = send,
-    receive: Receive = receive,
-) -> tuple[WorkerState, Metrics]:
-    """A local update, with the round that begins in this step and the one that ends.
-
-    With delay 1 and an exchange in every step this is `awc_step`, and with delay 0
-    `atc_step`, bit for bit. Compiled, messages overlap the gradient of the step that
-    merges them; `gossip.BackgroundRounds` hides them behind the steps before it.
-
-    Args:
-      state: this worker's state, with `init_rounds` as its `extra`.
-      batch: this worker's batch.
-      event: the rounds of this step, as in `rounds.schedule[step]`, or a `Turn`.
-      rounds: the rounds.
-      adapt: the local update, as `local_update` returns it.
-      mix: the averaging of leaves by number, by default `default_mix(rounds)`; if a
-        worker is a slice of the mesh, pass `default_mix` with `shards`.
-      send: the beginning of a round, if it is a separate program.
-      receive: its end, likewise.
-
-    Returns:
-      As `awc_step`.
-
-    Raises:
-      TypeError: if the state lacks the state of these rounds.
-
-    Examples:
-      >>> import functools
-      >>> import optax
-      >>> from decentjax import local_update, methods, round_step, simulate
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> rounds = methods.diloco(num_workers=8, num_steps=50)
-      >>> local = local_update(loss_fn, optax.sgd(0.1))
-      >>> step = functools.partial(round_step, rounds=rounds, adapt=local)
-      >>> train_step = simulate(step, rounds.schedule)
-    """
-    if not isinstance(event, Event | Turn):
-        raise TypeError(
-            "round_step takes the events of rounds.schedule, as in simulate(step, "
-            f"rounds.schedule), got {type(event).__name__}"
-        )
-    check_carried(rounds, state)
-    if rounds.tracking:
-        state, adapt = _paired(state), tracked(adapt)
-    average = default_mix(rounds) if mix is None else mix
-    is_late = rounds.schedule.delay > 0
-
-    def end(one: Round, state: WorkerState) -> WorkerState:
-        assert one.exchange is not None
-        mixed = average(travelling(one.leaves, state), one.exchange)
-        return receive(rounds, one.leaves, state, mixed)
-
-    def exchange(event: Event, state: WorkerState) -> WorkerState:
-        sends, receives = event
-        if sends is not None:
-            state = send(rounds, sends.leaves, state)
-        ends = receives if is_late else sends
-        if ends is not None:
-            state = end(ends, state)
-        return without_messages(rounds, state)
-
-    def exchanged(state: WorkerState) -> WorkerState:
-        if isinstance(event, Event):
-            return exchange(event, state)
-        branches = [functools.partial(exchange, one) for one in event.events]
-        return lax.switch(event.index, branches, state)
-
-    mixed = exchanged(state) if is_late else state
-    # The gradient is that of the model before the round, as in `awc_step`.
-    new, metrics = adapt(state, batch, mixed.params)
-    new = new._replace(extra=mixed.extra)
-    new = new if is_late else exchanged(new)
-    return (_unpaired(new) if rounds.tracking else new), metrics
-
-
 def check_carried(rounds: Rounds, state: WorkerState) -> None:
     """Raises a TypeError if the state does not include that of these rounds.
 
@@ -497,14 +403,14 @@ def check_carried(rounds: Rounds, state: WorkerState) -> None:
     check_averageable(state.opt_state)
 
 
-def _paired(state: WorkerState) -> WorkerState:
+def paired(state: WorkerState) -> WorkerState:
     """The state with the params `(y, x)`, as the rounds of tracking average them."""
     one: TrackingState = state.extra
     params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
     return state._replace(params=params, opt_state=opt_state, extra=one.carried)
 
 
-def _unpaired(state: WorkerState) -> WorkerState:
+def unpaired(state: WorkerState) -> WorkerState:
     (tracker, params), (opt_state, gradient) = state.params, state.opt_state
     extra = TrackingState(state.extra, tracker, gradient)
     return state._replace(params=params, opt_state=opt_state, extra=extra)
@@ -627,7 +533,7 @@ def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
       >>> without_messages(rounds, send(rounds, None, state)).extra.sent
       {}
     """
-    if rounds.schedule.delay > 1:
+    if rounds.delay > 1:
         return state
     coded = state.extra.coded
     if coded is not None:

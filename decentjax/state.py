@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,46 +39,26 @@ class DecentralizeState(NamedTuple):
     extra: Any = ()  # state of the rounds, if any
 
 
-def init_state(
+def stacked_state(
     params: Any,
-    optimizer: optax.GradientTransformation,
+    init: Callable[[Any], Any],
     key: jax.Array,
     num_workers: int,
-    model_state: Any = (),
-    workers: Sequence[int] | None = None,
-    extra: Any = (),
+    model_state: Any,
+    workers: Sequence[int] | None,
+    extra: Any,
 ) -> WorkerState:
-    """Returns the initial state: one model for all workers, and a random key for each.
+    """Returns the initial state, as `init_state`.
 
     Args:
-      params: one model.
-      optimizer: the optimizer, initialised for each worker.
-      key: random key, split among the workers.
+      params: as in `init_state`, and so the others.
+      init: function of the params that returns the state of an optimizer.
+      key: random key.
       num_workers: N.
-      model_state: model state of one model; random keys in it are split among the
-        workers: typed keys, and those in jax's old form in a part that is named so,
-        such as `key`, `dropout_rng`, or within `rngs`.
-      workers: numbers of the workers to initialise, as `local_workers(mesh)` in a job
-        of several processes; by default all.
-      extra: the algorithm's own state of one worker.
-
-    Returns:
-      The stacked state, each leaf [N, ...].
-
-    Raises:
-      TypeError: if `optimizer` is not an optimizer, or `key` not a random key.
-      ValueError: if a worker does not exist, or the model has no leaf.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import init_state
-      >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
-      >>> key = jax.random.key(0)
-      >>> state = init_state(params, optax.adam(1e-3), key, num_workers=4)
-      >>> state.params["w"].shape
-      (4, 3, 2)
+      model_state: model state of one model.
+      workers: numbers of the workers to initialise.
+      extra: what one worker keeps for its plan.
     """
-    check_optimizer(optimizer)
     if not hasattr(key, "dtype"):
         raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
     check_workers(num_workers, workers)
@@ -89,7 +69,7 @@ def init_state(
     keys = jax.random.split(key, num_workers)[numbers]
 
     def init_optimizer(params: Any, number: jax.Array) -> Any:
-        return map_keys(lambda key: folded(key, number), optimizer.init(params))
+        return map_keys(lambda key: folded(key, number), init(params))
 
     params, extra = jax.tree.map(lambda x: _rows(x, len(keys)), (params, extra))
     model_state = own_rows(model_state, numbers)

@@ -14,26 +14,33 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from decentjax.exchange import (
-    MENU,
-    Exchange,
-    Topology,
-    check_topology,
-    warn_of_parts,
-)
+from decentjax.exchange import MENU
 from decentjax.loss import Metrics
 from decentjax.placement import (
     axis_of,
     check_mesh,
     check_one_model,
     is_between_processes,
+    local_workers,
     over_workers,
     rows_sharding,
 )
+from decentjax.placement import place as place_on
+from decentjax.plan import (
+    GradientMean,
+    Plan,
+    check_plan,
+    first_state,
+    schedule_of,
+    topology_of,
+    warn_of_plan,
+    worker_step,
+)
 from decentjax.process import phases
-from decentjax.schedule import Event, Schedule
+from decentjax.rounds import Mix
+from decentjax.schedule import Event
 from decentjax.state import WorkerState, strong
-from decentjax.step import Step, all_reduce_step
+from decentjax.updates import Adapt, init_of
 
 MOST_JUMPS = 3
 
@@ -67,22 +74,43 @@ class TrainStep:
     """Compiled steps on stacked arrays, one for each exchange, taken in turn.
 
     Args:
-      plan: argument of each step, its exchange or its rounds.
-      jit: function that returns the jitted step for it.
-      check: check of the initial params and step of the first call.
+      local: the local update.
+      plan: what each step averages.
+      jit: function that returns the jitted step of what begins and ends in it.
+      mesh: mesh of the workers; None if they are simulated.
     """
 
     def __init__(
         self,
-        plan: Topology | Schedule,
-        jit: Callable[[Exchange | Event], jax.stages.Wrapped],
-        check: Callable[[Any, int], None] | None = None,
+        local: Adapt,
+        plan: Plan,
+        jit: Callable[[Event], jax.stages.Wrapped],
+        mesh: Mesh | None,
     ):
-        self._plan, self._check = plan, check
+        self._local, self._plan, self._mesh = local, plan, mesh
+        self._schedule = schedule_of(plan)
         # The choices of a policy are places in its menu, in any order.
-        self._steps = StepCount() if plan.period > 1 and plan.name != MENU else None
+        is_in_turn = self._schedule.period > 1 and topology_of(plan).name != MENU
+        self._steps = StepCount() if is_in_turn else None
+        self._is_checked = mesh is None or not is_between_processes(mesh)
         # Some topologies repeat an exchange within a period, and it compiles once.
         self._jit = functools.cache(jit)
+
+    def init(self, params: Any, key: jax.Array, model_state: Any = ()) -> WorkerState:
+        """Returns the first state of all workers, on the mesh if there is one.
+
+        Args:
+          params: one model, the same in all processes.
+          key: random key, split among the workers.
+          model_state: as in `init_state`.
+
+        Raises:
+          TypeError: if the local update has no optimizer, as a function of your own.
+        """
+        begin, mesh = init_of(self._local), self._mesh
+        workers = None if mesh is None else local_workers(mesh)
+        state = first_state(params, begin, key, self._plan, model_state, workers)
+        return state if mesh is None else place_on(state, mesh)
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
@@ -104,16 +132,19 @@ class TrainStep:
         if self._steps is not None:
             self._steps.note(place)
         phases.note("computing", place)
-        if self._check is not None:
-            self._check(state.params, place)
-            self._check = None
-        found = self._jit(self._plan[place])(state, batch)
+        if not self._is_checked:
+            assert self._mesh is not None
+            # Decentralized workers that resume from a later step have different models.
+            if place == 0 or isinstance(self._plan, GradientMean):
+                check_one_model(state.params, self._mesh)
+            self._is_checked = True
+        found = self._jit(self._schedule[place])(state, batch)
         phases.note(phases.BETWEEN)
         return found
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
         """Lowers this step; arrays may be shapes, as from `jax.eval_shape`."""
-        return self._jit(self._plan[step]).lower(state, batch)
+        return self._jit(self._schedule[step]).lower(state, batch)
 
 
 class _Keeping:
@@ -151,41 +182,56 @@ class _Keeping:
         return self._steps[kind]
 
 
-def simulate(step: Step, topology: Topology | Schedule) -> TrainStep:
+def simulate(local: Adapt, plan: Plan, *, mix: Mix | None = None) -> TrainStep:
     """Runs all workers on one device, as one batched program.
 
     Args:
-      step: `awc_step` or another step, with its keywords bound by `functools.partial`.
-      topology: topology whose exchanges are taken in turn, or for `round_step` a
-        schedule of rounds.
+      local: the local update, as `local_update` returns it.
+      plan: who averages what, and when: a topology, whose exchanges are taken in turn,
+        `Rounds`, or what a function of `decentjax.methods` returns.
+      mix: the averaging, `decentjax.mix` with its keywords bound.
 
     Returns:
       `train_step(state, batch, step)`: stacked state (its buffers are donated) and
       batch [N, ...], and the step as a Python int; it returns the new state, and
       metrics of shape [N]. Each distinct exchange is compiled at its first use.
+      `train_step.init(params, key)` makes the first state.
+
+    Raises:
+      TypeError: if the plan is none, or changes gradients that the local update does
+        not show.
 
     Examples:
-      >>> import functools
-      >>> import optax
-      >>> from decentjax import awc_step, local_update, simulate, topology
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import local_update, simulate, topology
       >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      ...     return jnp.sum((params - batch) ** 2), (model_state, {})
       >>> local = local_update(loss_fn, optax.sgd(0.1))
-      >>> train_step = simulate(
-      ...     functools.partial(awc_step, adapt=local), topology.hypercube(8)
-      ... )
+      >>> train_step = simulate(local, topology.complete(2))
+      >>> state = train_step.init(jnp.zeros(()), jax.random.key(0))
+      >>> state, metrics = train_step(state, jnp.array([1.0, 3.0]), 0)
+      >>> print(state.params, metrics["loss"])
+      [0.2 0.6] [1. 9.]
+
+    Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    _check_plan(step, topology)
-    return _in_turn(step, topology, mesh=None)
+    return _in_turn(local, plan, None, mix)
 
 
 def on_mesh(
-    step: Step,
-    topology: Topology | Schedule,
+    local: Adapt,
+    plan: Plan,
     mesh: Mesh,
+    *,
+    mix: Mix | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Runs each worker on its own device, or on its own slice of the mesh.
+
+    The gradient waits for no message, and no message for the gradient. A GPU or TPU
+    compiler therefore runs the exchange beside the forward and the backward pass. On
+    CPU no compiler does: use `decentjax.gossip` there. Weight decay uses the mixed
+    model.
 
     The axis of the workers is "workers", or if the mesh has none of this name its first
     axis; its size is N, and consecutive workers share a node. A worker's arrays may be
@@ -196,10 +242,10 @@ def on_mesh(
     shards for means over groups: bind `shards` to `mix`.
 
     Args:
-      step: `awc_step` or another step, with its keywords bound by `functools.partial`.
-      topology: topology whose exchanges are taken in turn, or for `round_step` a
-        schedule of rounds.
+      local: as in `simulate`.
+      plan: as in `simulate`.
       mesh: mesh of the workers.
+      mix: as in `simulate`.
       compiler_options: options of XLA by name, as `jax.jit` takes them.
 
     Returns:
@@ -207,28 +253,26 @@ def on_mesh(
       as given in the others.
 
     Raises:
-      TypeError: if `topology` is not a `Topology`.
+      TypeError: as `simulate`.
       ValueError: if the size of that axis is not N.
 
     Examples:
-      >>> import functools
       >>> import optax
-      >>> from decentjax import awc_step, local_update, on_mesh, topology, worker_mesh
+      >>> from decentjax import local_update, on_mesh, topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> local = local_update(loss_fn, optax.sgd(0.1))
-      >>> step = functools.partial(awc_step, adapt=local)
-      >>> train_step = on_mesh(step, topology.ring(1), worker_mesh(1))
+      >>> train_step = on_mesh(local, topology.ring(1), worker_mesh(1))
     """
-    _check_plan(step, topology)
+    check_plan(plan)
     check_mesh(mesh)
     axis = axis_of(mesh)
-    if mesh.shape[axis] != topology.num_workers:
+    if mesh.shape[axis] != plan.num_workers:
         raise ValueError(
-            f'on_mesh needs a mesh whose axis "{axis}" has the topology\'s '
-            f"{topology.num_workers} workers, got {dict(mesh.shape)}"
+            f'on_mesh needs a mesh whose axis "{axis}" has the plan\'s '
+            f"{plan.num_workers} workers, got {dict(mesh.shape)}"
         )
-    return _in_turn(step, topology, mesh, compiler_options)
+    return _in_turn(local, plan, mesh, mix, compiler_options)
 
 
 def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> None:
@@ -284,14 +328,18 @@ def _check_each(state: WorkerState, batch: Any, donated: Any) -> None:
 
 
 def _in_turn(
-    step: Step,
-    plan: Topology | Schedule,
+    local: Adapt,
+    plan: Plan,
     mesh: Mesh | None,
+    mix: Mix | None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
-    def jit(taken: Exchange | Event) -> Any:
+    step = worker_step(local, plan, mix)
+    warn_of_plan(plan)
+
+    def jit(event: Event) -> Any:
         def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
-            new, metrics = step(state, batch, taken)
+            new, metrics = step(state, batch, event)
             return jax.tree.map(strong, new), metrics
 
         options = dict(compiler_options or {})
@@ -305,23 +353,4 @@ def _in_turn(
             return compiled()
         return _Keeping(compiled, mesh)
 
-    if mesh is None or not is_between_processes(mesh):
-        return TrainStep(plan, jit)
-
-    def check(params: Any, at: int) -> None:
-        # Decentralized workers that resume from a later step have different models.
-        if at == 0 or _is_one_model(step):
-            check_one_model(params, mesh)
-
-    return TrainStep(plan, jit, check)
-
-
-def _check_plan(step: Step, plan: Any) -> None:
-    if not isinstance(plan, Schedule):
-        check_topology(plan)
-    if not _is_one_model(step):
-        warn_of_parts(plan.name, plan.exchanges)
-
-
-def _is_one_model(step: Step) -> bool:
-    return getattr(step, "func", step) is all_reduce_step
+    return TrainStep(local, plan, jit, mesh)

@@ -62,31 +62,35 @@ class LocalUpdate:
     """The local update `x_i <- mixed_i + update(grad f_i(x_i))`, in two halves.
 
     It is an `Adapt`, `local(state, batch, mixed)`, for steps in which each worker uses
-    its own gradient. `all_reduce_step` and gradient tracking change the gradient
-    between the two halves.
+    its own gradient. All-reduce and gradient tracking change the gradient between the
+    two halves.
 
     Args:
       gradient: function of state and batch that returns a `Gradient`.
       descend: function of a `Gradient`, the state before it, and the model after the
         exchange, that returns the new state and metrics.
+      init: function of the params that returns the state of the optimizer, for `init`
+        of a train step; None if there is none.
 
     Raises:
       TypeError: if one of them is not such a function.
 
     Examples:
+      >>> import dataclasses
       >>> import optax
-      >>> from decentjax import LocalUpdate, local_update
+      >>> from decentjax import local_update
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).mean(), (model_state, {})
       >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> def clipped(state, batch):
       ...     found = local.gradient(state, batch)
       ...     return found._replace(grads=found.grads.clip(-1, 1))
-      >>> clipping = LocalUpdate(clipped, local.descend)
+      >>> clipping = dataclasses.replace(local, gradient=clipped)
     """
 
     gradient: Callable[[WorkerState, Any], Gradient]
     descend: Callable[[Gradient, WorkerState, Any], tuple[WorkerState, Any]]
+    init: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
         check_call(self.gradient, "gradient", "state", "batch")
@@ -112,24 +116,36 @@ def local_update(
     optimizer: optax.GradientTransformation,
     num_micro_batches: int = 1,
 ) -> LocalUpdate:
-    """Returns the local update of a loss and an optimizer, as `adapt` computes it.
+    """Returns the local update `x_i <- mixed_i + update(grad f_i(x_i))`.
 
     Args:
-      loss_fn: as in `adapt`.
-      optimizer: as in `adapt`.
-      num_micro_batches: as in `adapt`.
+      loss_fn: the loss, see `LossFn`.
+      optimizer: optax optimizer; one that uses the loss gets it as `value`.
+      num_micro_batches: number of equal parts of the batch, computed one after another
+        to save memory; gradients, loss and metrics are their means, weighted if the
+        loss returns weights.
+
+    Returns:
+      The update, a function of a `WorkerState`, a batch [examples, ...], and the model
+      after the exchange, that returns the new state and the metrics. When traced it
+      raises a TypeError if `loss_fn` is not a `LossFn`, or the optimizer averages
+      models itself, undoes their average, or needs other arguments, and a ValueError if
+      the batch has no `num_micro_batches` equal parts.
 
     Raises:
-      TypeError: if `loss_fn` is not a `LossFn`, or `optimizer` not an optimizer.
+      TypeError: if `optimizer` is not an optimizer.
 
     Examples:
-      >>> import functools
-      >>> import optax
-      >>> from decentjax import awc_step, local_update
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import WorkerState, local_update
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).mean(), (model_state, {})
-      >>> local = local_update(loss_fn, optax.adamw(1e-3), num_micro_batches=4)
-      >>> step = functools.partial(awc_step, adapt=local)
+      >>> local = local_update(loss_fn, optax.sgd(0.5))
+      >>> x = jnp.array(1.0)
+      >>> state = WorkerState(x, local.init(x), (), jax.random.key(0))
+      >>> state, metrics = local(state, jnp.array([3.0]), x + 10)
+      >>> print(state.params, metrics["loss"])
+      13.0 4.0
     """
     check_optimizer(optimizer)
     return LocalUpdate(
@@ -137,6 +153,7 @@ def local_update(
             gradient, loss_fn=loss_fn, num_micro_batches=num_micro_batches
         ),
         functools.partial(descend, optimizer=optimizer),
+        optimizer.init,
     )
 
 
@@ -144,24 +161,12 @@ def halves_of(local: Any, name: str) -> LocalUpdate:
     """Returns the two halves of a local update.
 
     Args:
-      local: a `LocalUpdate`, or `adapt` with its keywords bound.
+      local: a `LocalUpdate`.
       name: name of the caller, for the error.
 
     Raises:
       TypeError: if it is something else, whose gradient is inaccessible.
-
-    Examples:
-      >>> import functools
-      >>> import optax
-      >>> from decentjax import adapt
-      >>> from decentjax.updates import halves_of
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).mean(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
-      >>> halves = halves_of(local, "my_step")
     """
-    if isinstance(local, functools.partial) and local.func is adapt and not local.args:
-        local = local_update(**local.keywords)
     if isinstance(local, LocalUpdate):
         return local
     raise TypeError(
@@ -171,51 +176,20 @@ def halves_of(local: Any, name: str) -> LocalUpdate:
     )
 
 
-def adapt(
-    state: WorkerState,
-    batch: Any,
-    mixed: Any,
-    *,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    num_micro_batches: int = 1,
-) -> tuple[WorkerState, Metrics]:
-    """The local update: `x_i <- mixed_i + update(grad f_i(x_i))`.
-
-    It is `gradient`, then `descend`; `local_update` binds its keywords.
-
-    Args:
-      state: this worker's state, with the unmixed model x_i.
-      batch: this worker's batch, any pytree of arrays [examples, ...].
-      mixed: the model after the exchange.
-      loss_fn: the loss, see `LossFn`.
-      optimizer: optax optimizer; one that uses the loss gets it as `value`.
-      num_micro_batches: number of equal parts of the batch, computed one after another
-        to save memory; gradients, loss and metrics are their means, weighted if the
-        loss returns weights.
-
-    Returns:
-      The new state, and the metrics with `loss` among them.
+def init_of(local: Any) -> Callable[[Any], Any]:
+    """Returns the function that makes the optimizer's state of a local update.
 
     Raises:
-      TypeError: if `loss_fn` is not a `LossFn`, or the optimizer averages models
-        itself, undoes their average, or needs other arguments.
-      ValueError: if the batch has no `num_micro_batches` equal parts.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import WorkerState, adapt
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).mean(), (model_state, {})
-      >>> x, sgd = jnp.array(1.0), optax.sgd(0.5)
-      >>> state = WorkerState(x, sgd.init(x), (), jax.random.key(0))
-      >>> state, metrics = adapt(
-      ...     state, jnp.array([3.0]), mixed=x + 10, loss_fn=loss_fn, optimizer=sgd
-      ... )
-      >>> print(state.params, metrics["loss"])
-      13.0 4.0
+      TypeError: if there is none.
     """
-    return local_update(loss_fn, optimizer, num_micro_batches)(state, batch, mixed)
+    init = getattr(local, "init", None)
+    if init is None:
+        raise TypeError(
+            "this local update does not say how its optimizer's state begins: pass "
+            "local_update(loss_fn, optimizer), a LocalUpdate with init=optimizer.init, "
+            "or call init_state"
+        )
+    return init
 
 
 def gradient(
@@ -383,7 +357,7 @@ def check_keeps_no_model(
             f"the optimizer steps from {jax.tree_util.keystr(path) or 'its state'}, a "
             "copy of the params, and so takes every average of them back: for float32 "
             "masters of narrow params train float32 params, and cast them in the loss; "
-            "or use all_reduce_step, which averages gradients"
+            "or use methods.all_reduce, which averages gradients"
         )
 
 

@@ -21,16 +21,14 @@ from decentjax._core.dataflow import ends_in_bound, summands
 from decentjax._core.lens import Copy, Lens, copies_of_params, default_params, find_lens
 from decentjax._core.optimizer_state import check_averageable
 from decentjax.correction import ExactDiffusionState
-from decentjax.exchange import Topology
 from decentjax.loss import check_call
 from decentjax.placement import bound_axis
-from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.plan import GradientMean, Plan, check_plan, init_carried
+from decentjax.rounds import Rounds
 from decentjax.state import WorkerState, stack
-from decentjax.step import awc_step
-from decentjax.train_step import on_mesh, simulate
+from decentjax.train_step import TrainStep, on_mesh, simulate
 from decentjax.updates import Adapt, check_averages_nothing
 
-Plan = Topology | Rounds
 Order = Literal["beside", "after"]
 Run = Callable[[Adapt, Any], Any]
 """Maps (local update, plan) to a train step, as `gossip.Background` does."""
@@ -70,7 +68,9 @@ class WrappedStep:
         self._lens: Lens | None = None
         self._copies: list[Copy] = []
         self._has_begun = False
-        self._run = (run or functools.partial(_compiled, mesh=mesh))(self.local, plan)
+        self._run: Any = (run or functools.partial(_compiled, mesh=mesh))(
+            self.local, plan
+        )
 
     def init(
         self,
@@ -97,12 +97,9 @@ class WrappedStep:
         params, rest = lens.split(state)
         check_averages_nothing(rest, "wrap")
         check_averageable(rest)
-        plan = self._plan
-        extra = init_rounds(plan, params) if isinstance(plan, Rounds) else ()
         key = jax.random.key(0) if key is None else key
-        count = _num_workers(plan)
-        whole = WorkerState(params, rest, (), key, extra)
-        return stack(whole, count, self._mesh, workers)
+        whole = WorkerState(params, rest, (), key, init_carried(self._plan, params))
+        return stack(whole, self._plan.num_workers, self._mesh, workers)
 
     def __call__(self, state: WorkerState, batch: Any, step: int) -> tuple[Any, Any]:
         """Runs a step; the state's buffers are donated.
@@ -219,7 +216,8 @@ def wrap(
 
         x_i <- sum_j W_ij x_j + (step(x_i) - x_i)
 
-    which is `awc_step`, but that weight decay is that of the worker's own model. Over
+    which is the step of `simulate`, but that weight decay is that of the worker's own
+    model. Over
     rounds, as of `methods.diloco`, the step is the inner step. The rest of the train
     state (moments, batch statistics, counts, random keys) stays each worker's own, but
     for z of a schedule-free optimizer, which is averaged too: the params are then
@@ -289,10 +287,11 @@ def wrap(
             "train_step is the result of jax.pmap: leave out jax.pmap, as wrap maps "
             "the step over the workers itself"
         )
-    if not isinstance(plan, Plan):
+    check_plan(plan)
+    if isinstance(plan, GradientMean):
         raise TypeError(
-            "wanted a topology or rounds, such as topology.ring(8) or "
-            f"methods.diloco(8), got {type(plan).__name__}"
+            "wrap averages models, and all-reduce the gradients inside the train step: "
+            "pass a topology or rounds, or average the gradients there by lax.pmean"
         )
     if order not in (None, "beside", "after"):
         raise ValueError(f'order must be "beside" or "after", got {order!r}')
@@ -304,19 +303,9 @@ def wrap(
     return WrappedStep(train_step, plan, mesh, params, run, order)
 
 
-def _compiled(local: Adapt, plan: Plan, mesh: Mesh | None) -> Any:
+def _compiled(local: Adapt, plan: Plan, mesh: Mesh | None) -> TrainStep:
     """The compiled step over a plan, on the mesh or simulated."""
-    if isinstance(plan, Rounds):
-        step: Any = functools.partial(round_step, rounds=plan, adapt=local)
-        turns: Any = plan.schedule
-    else:
-        step, turns = functools.partial(awc_step, adapt=local), plan
-    return simulate(step, turns) if mesh is None else on_mesh(step, turns, mesh)
-
-
-def _num_workers(plan: Plan) -> int:
-    one = plan.schedule if isinstance(plan, Rounds) else plan
-    return one.num_workers
+    return simulate(local, plan) if mesh is None else on_mesh(local, plan, mesh)
 
 
 def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array:
@@ -332,7 +321,7 @@ def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array
 def _averages_alone(plan: Plan) -> bool:
     """Whether a plan replaces models by averages of what the steps have made."""
     is_rounds = isinstance(plan, Rounds)
-    return is_rounds and not (plan.schedule.delay or plan.outer or plan.compression)
+    return is_rounds and not (plan.delay or plan.outer or plan.compression)
 
 
 def _called(

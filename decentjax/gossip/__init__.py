@@ -2,16 +2,15 @@
 
 from decentjax._core.patience import AutoPatience
 from decentjax.gossip.all_reduce import AllReduce
-from decentjax.gossip.background import Background, BackgroundRounds
+from decentjax.gossip.background import Background
 from decentjax.gossip.batches_read import Read
 from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.means import Butterfly
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, Swaps, Taken, Used
-from decentjax.gossip.peer_rounds import PeerRounds, count_examples
 from decentjax.gossip.peers import Peers
-from decentjax.gossip.quorum import Guard, Quorum
+from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
 from decentjax.gossip.thread_port import Record, host_mesh
 from decentjax.gossip.wagma import Wagma, averages
@@ -25,7 +24,6 @@ __all__ = [
     "Arrived",
     "AutoPatience",
     "Background",
-    "BackgroundRounds",
     "Book",
     "Butterfly",
     "Elastic",
@@ -34,7 +32,6 @@ __all__ = [
     "Guard",
     "LeftOut",
     "Party",
-    "PeerRounds",
     "Peers",
     "Quorum",
     "Read",

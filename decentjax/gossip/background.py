@@ -13,36 +13,41 @@ collectives before the train step, and call `settle()` before the next ones. All
 the same order in all processes. `SharedEngine.submit` queues other functions there.
 """
 
+from typing import Any
+
+import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from decentjax.exchange import Topology
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.gossip.thread_port import Carrier, Record
 from decentjax.mixing import Lowering
-from decentjax.rounds import Rounds
-from decentjax.schedule import every
-from decentjax.updates import Adapt
+from decentjax.placement import local_workers, place
+from decentjax.plan import Plan, first_state, rounds_of
+from decentjax.state import WorkerState
+from decentjax.updates import Adapt, init_of
 
 
 class Background(Beside):
-    """`on_mesh(awc_step)` with its exchange in a second thread; a context manager.
+    """`on_mesh` with its exchanges in a second thread; a context manager.
 
-    A call waits for the exchange of its step, which the previous call started. It
-    updates each group of leaves as soon as the group has arrived, and sends it at once
-    in the exchange of the next step. The numbers are those of `awc_step`
-    with the same lowering: bit for bit, unless XLA fuses a product with a sum in one of
-    them.
+    Over a topology a call waits for the exchange of its step, which the previous call
+    started. It updates each group of leaves as soon as the group has arrived, and sends
+    it at once in the exchange of the next step. Over rounds with delay d messages are
+    in flight while d gradients are computed; with 0 nothing hides them. The numbers are
+    those of `on_mesh` with the same lowering: bit for bit, unless XLA fuses a product
+    with a sum in one of them.
 
     The params that a step returns are still being sent: do not donate them before
-    `settle()`. At its peak a device holds the old, mixed and new model, and the
-    optimizer's direction. Call `settle()` before leaving the context, so that all
-    processes leave together.
+    `settle()`. Messages in flight are part of the state, so a run can continue from any
+    state. At its peak a device holds the old, mixed and new model, and the optimizer's
+    direction. Call `settle()` before leaving the context, so that all processes leave
+    together.
 
     Args:
-      adapt: the local update, as `local_update` returns it. It is cut where it uses
+      local: the local update, as `local_update` returns it. It is cut where it uses
         `mixed`; a conditional or a loop that uses it waits as a whole.
-      topology: topology whose exchanges are taken in turn.
+      plan: topology or rounds, these without tracking.
       mesh: mesh of the workers, as in `on_mesh`. If a worker is a slice of it, each of
         its devices exchanges its own shards.
       message_dtype: as in `mix`.
@@ -52,76 +57,20 @@ class Background(Beside):
       record: function that is called with each activity of this process.
 
     Raises:
-      TypeError: if `topology` is not a `Topology`.
-      ValueError: if the mesh has a different number of workers, or the devices of
-        `exchange_mesh` are in other processes.
-
-    Examples:
-      >>> import jax
-      >>> import optax
-      >>> from decentjax import gossip, init_state, local_update, topology, worker_mesh
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> optimizer = optax.adam(0.1)
-      >>> local = local_update(loss_fn, optimizer)
-      >>> state = init_state(jax.numpy.zeros(3), optimizer, jax.random.key(0), 1)
-      >>> with gossip.Background(local, topology.ring(1), worker_mesh(1)) as train_step:
-      ...     for t in range(10):
-      ...         state, metrics = train_step(state, jax.numpy.ones((1, 3)), t)
-    """
-
-    def __init__(
-        self,
-        adapt: Adapt,
-        topology: Topology,
-        mesh: Mesh,
-        message_dtype: DTypeLike | None = None,
-        lowering: Lowering | None = None,
-        exchange_mesh: Mesh | None = None,
-        record: Record | None = None,
-    ):
-        rounds = Rounds(every(topology, num_steps=1, delay=1))
-        options = message_dtype, lowering, exchange_mesh, record
-        port = Carrier(rounds, mesh, *options)
-        super().__init__(adapt, rounds, mesh, port, record)
-
-
-class BackgroundRounds(Beside):
-    """`on_mesh(round_step)` with its exchanges in a second thread.
-
-    A context manager that ends the thread. With delay d messages are in flight while d
-    gradients are computed; with 0 nothing hides them. The numbers are those of
-    `round_step`. Messages in flight are part of the state too, so a run can continue
-    from any state; call `settle()` before any other collective.
-
-    Args:
-      adapt: the local update, as `local_update` returns it; cut as for
-        `Background`.
-      rounds: the rounds, without tracking.
-      mesh: mesh of the workers, as in `on_mesh`. If a worker is a slice of it, each of
-        its devices exchanges its own shards.
-      message_dtype: as in `mix`.
-      lowering: as in `Background`.
-      exchange_mesh: as in `Background`.
-      record: function that is called with each activity of this process.
-
-    Raises:
-      TypeError: if `rounds` is not `Rounds`.
-      ValueError: as in `Background`, or if the rounds have tracking, or their
+      TypeError: if `plan` is neither topology nor rounds.
+      ValueError: if the mesh has a different number of workers, the devices of
+        `exchange_mesh` are in other processes, or the rounds have tracking, or their
         compression has shards.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import Rounds, gossip, init_rounds, init_state, local_update
-      >>> from decentjax import schedule, topology, worker_mesh
+      >>> from decentjax import gossip, local_update, methods, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> optimizer, params = optax.adam(0.1), jnp.zeros(3)
-      >>> local = local_update(loss_fn, optimizer)
-      >>> rounds = Rounds(schedule.every(topology.ring(1), 5, delay=3))
-      >>> extra = init_rounds(rounds, params)
-      >>> state = init_state(params, optimizer, jax.random.key(0), 1, extra=extra)
-      >>> with gossip.BackgroundRounds(local, rounds, worker_mesh(1)) as train_step:
+      >>> local = local_update(loss_fn, optax.adam(0.1))
+      >>> plan, mesh = methods.diloco(num_workers=1, num_steps=5), worker_mesh(1)
+      >>> with gossip.Background(local, plan, mesh) as train_step:
+      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
       ...     for t in range(10):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
       ...     train_step.settle()
@@ -129,15 +78,27 @@ class BackgroundRounds(Beside):
 
     def __init__(
         self,
-        adapt: Adapt,
-        rounds: Rounds,
+        local: Adapt,
+        plan: Plan,
         mesh: Mesh,
         message_dtype: DTypeLike | None = None,
         lowering: Lowering | None = None,
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
-        check_beside(rounds)
+        check_beside(plan)
         options = message_dtype, lowering, exchange_mesh, record
-        port = Carrier(rounds, mesh, *options)
-        super().__init__(adapt, rounds, mesh, port, record)
+        port = Carrier(rounds_of(plan), mesh, *options)
+        super().__init__(local, plan, mesh, port, record)
+
+    def init(self, params: Any, key: jax.Array, model_state: Any = ()) -> WorkerState:
+        """Returns the first state of the workers of this process, on the mesh.
+
+        Args:
+          params: one model, the same in all processes.
+          key: random key, split among the workers.
+          model_state: as in `init_state`.
+        """
+        begin, own = init_of(self._local), local_workers(self._mesh)
+        state = first_state(params, begin, key, self._plan, model_state, own)
+        return place(state, self._mesh)

@@ -42,7 +42,7 @@ APART_EVERY = 10  # Exchanges between two measurements of the distance of models
 
 
 class PeerPort:
-    """Peer-to-peer exchanges: the port of `Peers`, extended by that of `PeerRounds`.
+    """Peer-to-peer exchanges: the port of `Peers` over a topology.
 
     Its peers may join and leave, and copy a worker's state.
 
@@ -283,8 +283,17 @@ class PeerPort:
             self._reading[i] = shard, self.ledger.next_batch(i, shard)
         return [self._reading[i] for i in self.party.workers]
 
-    def trained(self) -> None:
-        """Counts the batches that `next_reads` has returned last as trained on."""
+    def due(self, step: int) -> int:
+        """The step to continue with."""
+        return step
+
+    def forget(self, step: int) -> None:
+        """Begins from the state of a peer, at a step."""
+        del step
+
+    def trained(self, batch: Any) -> None:
+        """Counts a step, and the batches that `next_reads` has returned last."""
+        del batch
         if self.ledger is not None:
             for worker, place in self._reading.items():
                 self.ledger.add(worker, *place)

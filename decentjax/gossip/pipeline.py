@@ -218,7 +218,7 @@ class Stage(NamedTuple):
         return zip(self.outputs, self.run(awaited, used), strict=True)
 
 
-class Plan(NamedTuple):
+class Stages(NamedTuple):
     """A step in pieces.
 
     Args:
@@ -241,14 +241,14 @@ class Plan(NamedTuple):
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def plan_of(
-    plans: dict[Any, Plan],
+def stages_of(
+    plans: dict[Any, Stages],
     adapt: Adapt,
     state: WorkerState,
     batch: Any,
     mesh: Mesh,
     is_whole: bool = False,
-) -> Plan:
+) -> Stages:
     """Returns the plan for arrays of these shapes, made on first use.
 
     Args:
@@ -269,13 +269,13 @@ def plan_of(
     if kind not in plans:
         hint = "; in a job of several processes, place them first"
         check_rows({"state": state, "batch": batch}, mesh.shape[axis_of(mesh)], hint)
-        plans[kind] = make_plan(adapt, state, batch, mesh, is_whole)
+        plans[kind] = make_stages(adapt, state, batch, mesh, is_whole)
     return plans[kind]
 
 
-def make_plan(
+def make_stages(
     adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
-) -> Plan:
+) -> Stages:
     check_no_own_model(state.opt_state, "an exchange beside the step")
     inside = inside_worker(mesh, axis_of(mesh))
     of_worker = jax.tree.map(lambda x: one_row(x, inside), (state, batch))
@@ -302,7 +302,7 @@ def make_plan(
     sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
     # About 64 groups at most: each costs one or two calls in every step.
     group_bytes = sum(sizes) if is_whole else max(GROUP_BYTES, sum(sizes) // 64)
-    return Plan(
+    return Stages(
         # The params are not donated: the thread is still sending them.
         early=jax.jit(over_workers(early, mesh), donate_argnums=1),
         finished=cut.finished,

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,6 +35,23 @@ from decentjax.links import Links, Message, Said
 from decentjax.schedule import Schedule
 
 Weights = Literal["tokens", "tokens_squared_per_step", "equal"]
+
+
+Count = Callable[[Any], Sequence[int]]
+"""Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
+
+
+def count_examples(batch: Any) -> list[int]:
+    """The number of examples of each worker in a stacked batch.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax.gossip import count_examples
+      >>> count_examples({"x": jnp.zeros((2, 8, 28, 28)), "y": jnp.zeros((2, 8))})
+      [8, 8]
+    """
+    num_workers, *sizes = np.shape(jax.tree.leaves(batch)[0])
+    return [sizes[0] if sizes else 1] * num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +122,7 @@ class Quorum:
       guard: which contributions it does not trust; None trusts all.
       trimmed: number of largest and of smallest values that are left out of the mean of
         each parameter, of a round with more contributions than those.
+      count_tokens: function that counts the tokens of each worker in a batch.
 
     Raises:
       ValueError: if a number is out of range.
@@ -122,6 +140,7 @@ class Quorum:
     discount: float = 0.5
     guard: Guard | None = None
     trimmed: int = 0
+    count_tokens: Count = count_examples
 
     def __post_init__(self):
         if self.weights not in ("tokens", "tokens_squared_per_step", "equal"):
@@ -199,7 +218,7 @@ class QuorumMeans(Way):
         ledger: Ledger | None = None,
     ):
         super().__init__(links, topology, ledger)
-        self._quorum, self._schedule = quorum, schedule
+        self.quorum, self._schedule = quorum, schedule
         self._tally = Tally()
         self._base: dict[tuple[int, int], int] = {}
 
@@ -214,7 +233,7 @@ class QuorumMeans(Way):
             del self._base[key]
 
     def enough(self, num_peers: int) -> int:
-        return min(self._quorum.count - 1, num_peers)
+        return min(self.quorum.count - 1, num_peers)
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         turn = _turn(self._schedule, step, group)
@@ -229,7 +248,7 @@ class QuorumMeans(Way):
         self, worker: int, group: int, own: Rows, step: int, deadline: float
     ) -> tuple[Used, Models]:
         del deadline  # `gather` has waited.
-        weight = self._quorum.weight(*self._tally.take_own(worker, group), age=0)
+        weight = self.quorum.weight(*self._tally.take_own(worker, group), age=0)
         found, left_out = self._trusted(
             [
                 Contribution(worker, Said(step), weight, 0, own),
@@ -254,7 +273,7 @@ class QuorumMeans(Way):
 
     def combine(self, topology: Graph, used: Used, models: Models) -> Rows:
         del topology
-        return weighted_mean(used, models, self._quorum.trimmed)
+        return weighted_mean(used, models, self.quorum.trimmed)
 
     def _contribution(self, edge: Edge, message: Message) -> Contribution:
         """What a message is worth, with what was merged of its worker before."""
@@ -262,14 +281,14 @@ class QuorumMeans(Way):
         base, *counts = said.parts[:NUM_PARTS]
         age = max(0, self._base[worker, group] - base)
         tokens, steps = self._tally.merge(edge, said.step, counts)
-        weight = self._quorum.weight(tokens, steps, age)
+        weight = self.quorum.weight(tokens, steps, age)
         return Contribution(peer, said, weight, age, message.arrays)
 
     def _trusted(
         self, found: list[Contribution]
     ) -> tuple[list[Contribution], list[LeftOut]]:
         """The contributions that count, the first unchanged, and the others."""
-        guard, (own, *others) = self._quorum.guard, found
+        guard, (own, *others) = self.quorum.guard, found
         counting = [one for one in others if one.weight > 0]
         if guard is None or not counting:
             return [own, *counting], []

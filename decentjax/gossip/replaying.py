@@ -17,20 +17,17 @@ from decentjax.exchange import Topology
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
 from decentjax.gossip.merging import WAYS, Models, Used
-from decentjax.gossip.peer_rounds import (
-    Count,
-    count_examples,
+from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
+from decentjax.gossip.round_port import (
     from_anchor,
     of_permutations,
 )
-from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.thread import Beside
 from decentjax.gossip.wagma import group_rounds
 from decentjax.links import Message, Said
 from decentjax.loss import Metrics
 from decentjax.placement import worker_mesh
 from decentjax.rounds import Rounds
-from decentjax.schedule import every
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
 
@@ -59,24 +56,23 @@ class WorkerSteps(NamedTuple):
 
 
 def replay(
-    adapt: Adapt,
-    graph: Graph,
-    way: str | Quorum,
+    local: Adapt,
+    plan: Graph,
+    merge: str | Quorum,
     states: Sequence[WorkerState],
     batches: Batches,
     records: Iterable[Used],
     observe: Observe = lambda *_: None,
     lives: Sequence[WorkerSteps] | None = None,
     skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
-    count: Count = count_examples,
 ) -> list[WorkerState]:
     """Repeats a run of peers on one device, one worker after another.
 
     Args:
-      adapt: as in the run.
-      graph: topology of a run of `Peers`, rounds of one of `PeerRounds` with a quorum,
-        or groups of one of `Wagma`.
-      way: the way of `Peers`, the quorum of `PeerRounds`, or the order of `Wagma`.
+      local: as in the run.
+      plan: topology of a run of `Peers`, its rounds with a quorum, or the groups of
+        `Wagma`.
+      merge: that of `Peers`, or the order of `Wagma`.
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: the models that all workers used, for each group of leaves, or once for
@@ -88,7 +84,6 @@ def replay(
         with rounds are only those in which a round begins.
       skip: function that returns the state with which a worker goes on at a step, where
         it has left out those before; such as one that moves its learning rate there.
-      count: as in `PeerRounds`, for weights that are not recorded.
 
     Returns:
       The state of each worker after its last step.
@@ -119,12 +114,12 @@ def replay(
     for used in sorted(records, key=lambda used: used.group):
         of_steps[used.worker, used.step].append(used)
     offered: Offered = {}
-    mesh, rounds = worker_mesh(1), _rounds_of(graph, way)
-    weigh = _Weigh(rounds, way) if _is_simulated(way, of_steps) else None
+    mesh, rounds = worker_mesh(1), _rounds_of(plan, merge)
+    weigh = _Weigh(rounds, merge) if _is_simulated(merge, of_steps) else None
     workers = [
-        _Worker(adapt, rounds, mesh, port, count)
+        _Worker(local, rounds, mesh, port)
         for port in (
-            _Recorded(graph, way, worker, of_steps, offered, weigh)
+            _Recorded(plan, merge, worker, of_steps, offered, weigh)
             for worker in range(len(states))
         )
     ]
@@ -134,7 +129,7 @@ def replay(
         lives = [WorkerSteps(own) for own in _steps_of(of_steps, len(states))]
     joins = {i: one.joined for i, one in enumerate(lives) if one.joined}
     # By the step that merges them.
-    later = max(0, rounds.schedule.delay - 1)
+    later = max(0, rounds.delay - 1)
     versions = collections.defaultdict(set)
     for (worker, step), each in of_steps.items():
         versions[worker, step + later] |= _versions(each)
@@ -246,8 +241,8 @@ def _rounds_of(graph: Graph, way: str | Quorum) -> Rounds:
     if isinstance(graph, Butterfly):
         return group_rounds(graph, way)
     if way not in WAYS:
-        raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
-    return Rounds(every(graph, num_steps=1, delay=1))
+        raise ValueError(f"merge must be one of {', '.join(WAYS)}, got {way!r}")
+    return Rounds(graph, delay=1)
 
 
 def _versions(each: Sequence[Used]) -> set[tuple[int, int]]:
@@ -263,16 +258,15 @@ def _is_simulated(way: str | Quorum, of_steps: Mapping[Any, list[Used]]) -> bool
 class _Worker(Beside):
     """A worker that counts what it has trained on, where that is a weight."""
 
-    def __init__(
-        self, adapt: Adapt, rounds: Rounds, mesh: Any, port: "_Recorded", count: Count
-    ):
-        super().__init__(adapt, rounds, mesh, port)
-        self._recorded, self._count = port, count
+    def __init__(self, local: Adapt, rounds: Rounds, mesh: Any, port: "_Recorded"):
+        super().__init__(local, rounds, mesh, port)
+        self._recorded = port
 
     def _trained(self, batch: Any) -> None:
         if self._recorded.weigh is not None:
-            (tokens,) = self._count(batch)
-            self._recorded.weigh.way.count(self._recorded.worker, tokens)
+            way = self._recorded.weigh.way
+            (tokens,) = way.quorum.count_tokens(batch)
+            way.count(self._recorded.worker, tokens)
 
 
 class _Weigh:

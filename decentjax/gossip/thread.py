@@ -16,22 +16,21 @@ from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
 from decentjax.compression import Leaves
-from decentjax.exchange import warn_of_parts
+from decentjax.exchange import Topology
 from decentjax.gossip.engine import Closing
-from decentjax.gossip.pipeline import Plan, Stage, plan_of
+from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.placement import over_workers, place
+from decentjax.plan import Plan, rounds_of, warn_of_plan
 from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
-    _check_rounds,
     check_carried,
+    check_rounds,
     leaves_of,
     receive,
-    replace,
     send,
-    shift,
     travelling,
     without_messages,
 )
@@ -92,8 +91,8 @@ class Beside(Closing):
     is updated as soon as its averages have arrived, and sent at once.
 
     Args:
-      adapt: the local update, as `local_update` returns it.
-      rounds: the rounds, as `check_beside` admits them.
+      local: the local update, as `local_update` returns it.
+      plan: the plan, as `check_beside` admits it.
       mesh: mesh of the workers in the stacked arrays.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
@@ -101,19 +100,21 @@ class Beside(Closing):
 
     def __init__(
         self,
-        adapt: Adapt,
-        rounds: Rounds,
+        local: Adapt,
+        plan: Plan,
         mesh: Mesh,
         port: Port,
         record: Record | None = None,
     ):
-        warn_of_parts(rounds.schedule.name, rounds.schedule.exchanges)
+        warn_of_plan(plan)
+        rounds = rounds_of(plan)
 
-        def local(state: WorkerState, batch: Any, mixed: Any) -> Step:
-            new, metrics = adapt(state, batch, mixed)
+        def adapt(state: WorkerState, batch: Any, mixed: Any) -> Step:
+            new, metrics = local(state, batch, mixed)
             return jax.tree.map(strong, new), metrics
 
-        self._adapt, self._rounds, self._mesh = local, rounds, mesh
+        self._local, self._adapt, self._plan = local, adapt, plan
+        self._rounds, self._mesh = rounds, mesh
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1
         # Peers know messages by their step, whatever the period.
@@ -122,14 +123,14 @@ class Beside(Closing):
         self._arriving: collections.deque[Arrival] = collections.deque()
         self._sent: list[jax.Array] = []
         self._extra: Any = None
-        self._plans: dict[Any, Plan] = {}
-        self._whole = _compiled(local, mesh)
-        self._is_of_models = _is_of_models(rounds)
+        self._known: dict[Any, Stages] = {}
+        self._whole = _compiled(adapt, mesh)
+        self._is_of_models = rounds.averages_models
         self._begins, self._ends = _programs(rounds, mesh)
 
     def share(self, other: "Beside") -> None:
         """Reuses the compiled programs of a step of the same local update and mesh."""
-        self._plans, self._whole = other._plans, other._whole
+        self._known, self._whole = other._known, other._whole
 
     def __call__(self, state: WorkerState, batch: Any, step: int) -> Step:
         """Returns the new state and metrics.
@@ -139,7 +140,7 @@ class Beside(Closing):
 
         Raises:
           TypeError: if the state lacks the state of the rounds.
-          ValueError: if an array does not have a row for each worker, `adapt` cannot be
+          ValueError: if an array does not have a row for each worker, `local` cannot be
             cut, or the state was donated to an earlier step.
           BaseException: any error of an exchange, unchanged.
         """
@@ -159,7 +160,7 @@ class Beside(Closing):
             self._steps.note(step)
         if not self._is_of_models:
             return self._in_rounds(state, batch, step)
-        begin = self._in_groups if self._rounds.schedule.delay else self._after
+        begin = self._in_groups if self._rounds.delay else self._after
         return begin(state, batch, step)
 
     def settle(self) -> None:
@@ -187,8 +188,8 @@ class Beside(Closing):
             check_carried(self._rounds, state)
             fragments = self._rounds.schedule.fragments
             return [tuple(leaves_of(one, state.params)) for one in fragments]
-        if self._rounds.schedule.delay:
-            return [stage.leaves for stage in self._plan(state, batch).groups]
+        if self._rounds.delay:
+            return [stage.leaves for stage in self._stages(state, batch).groups]
         check_no_own_model(state.opt_state, "an exchange beside the step")
         return [range(len(jax.tree.leaves(state.params)))]
 
@@ -203,40 +204,40 @@ class Beside(Closing):
                 if rounds.compression is None:
                     self._ends[fragment](state.params, extra, sent)
             self._whole(*jax.tree.map(jnp.copy, (known.params, known[1:])), batch)
-        if rounds.schedule.delay:
-            plan = self._plan(known, batch)
-            values = plan.early(known.params, known[1:], batch)
+        if rounds.delay:
+            stages = self._stages(known, batch)
+            values = stages.early(known.params, known[1:], batch)
             mixed = dict(enumerate(jax.tree.leaves(known.params)))
-            for stage in (*plan.groups, plan.rest):
+            for stage in (*stages.groups, stages.rest):
                 stage.compute(mixed, values)
 
-    def _plan(self, state: WorkerState, batch: Any) -> Plan:
+    def _stages(self, state: WorkerState, batch: Any) -> Stages:
         whole = not self._port.takes_groups
-        return plan_of(self._plans, self._adapt, state, batch, self._mesh, whole)
+        return stages_of(self._known, self._adapt, state, batch, self._mesh, whole)
 
     def _in_groups(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """`x <- W x + update(grad f(x))`, whose messages are sent a step ahead."""
-        plan = self._plan(state, batch)
-        self._send_models(jax.tree.leaves(state.params), plan, step)
+        stages = self._stages(state, batch)
+        self._send_models(jax.tree.leaves(state.params), stages, step)
         # From here on groups are sent for the next step; `arriving` is for this one. If
         # this call raises, `_sent` is incomplete, and the next call sends its own.
         self._sent, self._next = [], step + 1
         arriving, self._arriving = self._arriving, collections.deque()
         yield None
-        values = self._computed(plan, state, batch, step)
-        outputs = dict(zip(plan.finished, values, strict=False))
+        values = self._computed(stages, state, batch, step)
+        outputs = dict(zip(stages.finished, values, strict=False))
         mixed: Leaves = {}
-        for group, stage in enumerate(plan.groups):
+        for group, stage in enumerate(stages.groups):
             self._await(stage, arriving, mixed, step)
             outputs.update(stage.compute(mixed, values))
             # Without waiting for the outputs, which may still be computing.
             self._carry_group(group, stage, outputs, step + 1)
-        if plan.rest.outputs:
-            self._await(plan.rest, arriving, mixed, step)
-            outputs.update(plan.rest.compute(mixed, values))
-        yield plan.state_of(outputs)
+        if stages.rest.outputs:
+            self._await(stages.rest, arriving, mixed, step)
+            outputs.update(stages.rest.compute(mixed, values))
+        yield stages.state_of(outputs)
 
-    def _send_models(self, models: list[jax.Array], plan: Plan, step: int) -> None:
+    def _send_models(self, models: list[jax.Array], stages: Stages, step: int) -> None:
         """Sends the models of a step, unless the previous step has done so."""
         # Other arrays, or another step, are sent now; messages in flight are dropped.
         # Identity is a safe test: `_sent` keeps its arrays alive, so no id is reused.
@@ -244,7 +245,7 @@ class Beside(Closing):
             return
         self._arriving.clear()
         models = place(models, self._mesh)
-        for group, stage in enumerate(plan.groups):
+        for group, stage in enumerate(stages.groups):
             self._carry_group(group, stage, dict(enumerate(models)), step)
 
     def _carry_group(self, group: int, stage: Stage, models: Leaves, step: int) -> None:
@@ -309,7 +310,7 @@ class Beside(Closing):
         if step == self._next and state.extra is self._extra:
             return
         self._arriving.clear()
-        for begun in range(max(0, step - self._rounds.schedule.delay + 1), step):
+        for begun in range(max(0, step - self._rounds.delay + 1), step):
             if one := self._rounds.schedule[begun].sends:
                 self._carry(one, state, begun)
 
@@ -329,14 +330,14 @@ class Beside(Closing):
     ) -> tuple[WorkerState, WorkerState, Metrics]:
         """The state after a round, and that after the step, with its metrics."""
         known = state._replace(extra=())  # Messages in flight must not be donated.
-        plan = self._plan(known, batch)
-        values = self._computed(plan, known, batch, step)
+        stages = self._stages(known, batch)
+        values = self._computed(stages, known, batch, step)
         mixed = self._receive(one, state, step)
         leaves = dict(enumerate(jax.tree.leaves(mixed.params)))
-        outputs = dict(zip(plan.finished, values, strict=False))
-        for stage in (*plan.groups, plan.rest):
+        outputs = dict(zip(stages.finished, values, strict=False))
+        for stage in (*stages.groups, stages.rest):
             outputs.update(stage.compute(leaves, values))
-        return mixed, *plan.state_of(outputs)
+        return mixed, *stages.state_of(outputs)
 
     def _receive(self, one: Round, state: WorkerState, step: int) -> WorkerState:
         mixed = self._arrived(self._arriving.popleft(), step)
@@ -351,13 +352,13 @@ class Beside(Closing):
         return leaves
 
     def _computed(
-        self, plan: Plan, state: WorkerState, batch: Any, step: int
+        self, stages: Stages, state: WorkerState, batch: Any, step: int
     ) -> list[jax.Array]:
         """The part of the local update that awaits no message."""
         phases.note("computing", step)
         start = time.monotonic()
         # Donates all but the params, which are still being sent.
-        values = plan.early(state.params, state[1:], batch)
+        values = stages.early(state.params, state[1:], batch)
         # The record says when the computing was done, not when it was dispatched.
         jax.block_until_ready(values)
         self._record("compute", step, start, time.monotonic())
@@ -377,28 +378,21 @@ class Beside(Closing):
         """Called once a step is computed, before its model is sent."""
 
 
-def check_beside(rounds: Rounds) -> None:
-    """Raises an error if rounds cannot be carried beside the step."""
-    _check_rounds(rounds)
+def check_beside(plan: Plan) -> None:
+    """Raises an error if a plan cannot be carried beside the step."""
+    if isinstance(plan, Topology):
+        return
+    rounds = check_rounds(plan)
     if rounds.tracking:
         raise ValueError(
-            "rounds with tracking run in the step: use on_mesh(round_step), "
-            "decentralize_rounds, or rounds without tracking"
+            "rounds with tracking run in the step: use on_mesh, decentralize, or "
+            "rounds without tracking"
         )
     if rounds.compression is not None and rounds.compression.shards is not None:
         raise ValueError(
             "beside the step messages of slices are not encoded: leave the "
             "compression's shards at None, or use on_mesh"
         )
-
-
-def _is_of_models(rounds: Rounds) -> bool:
-    """Whether the rounds only average whole models in every step."""
-    schedule = rounds.schedule
-    is_whole = all(one.exchange and one.leaves is None for one in schedule.rounds)
-    is_bare = rounds.outer is None and rounds.compression is None
-    merges = rounds.merge in (replace, shift)
-    return is_whole and is_bare and merges and schedule.delay <= 1
 
 
 def _compiled(adapt: Adapt, mesh: Mesh) -> Callable[..., Step]:

@@ -36,7 +36,7 @@ from decentjax.placement import (
     over_workers,
     slices_of,
 )
-from decentjax.rounds import Rounds, _check_rounds, mix_of
+from decentjax.rounds import Rounds, check_rounds, mix_of
 from decentjax.state import WorkerState
 
 
@@ -84,7 +84,7 @@ class Carrier:
         record: Record | None = None,
     ):
         check_mesh(mesh)
-        _check_rounds(rounds)
+        check_rounds(rounds)
         schedule, self._lanes = rounds.schedule, lanes_of(mesh)
         axis = axis_of(mesh)
         if mesh.shape[axis] != schedule.num_workers:
@@ -256,7 +256,7 @@ def check_encodes(compression: Any, mesh: Mesh) -> None:
     if compression is not None and len(slices_of(mesh)[0]) > 1:
         raise ValueError(
             "beside the step messages are encoded for workers of one device, but these "
-            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh(round_step), in "
+            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh, in "
             "the trainer the exchange in_step, or no compression"
         )
 

@@ -18,7 +18,6 @@ from decentjax.gossip.thread_port import Record
 from decentjax.links import Links, Party, check_party
 from decentjax.process import phases
 from decentjax.rounds import Rounds
-from decentjax.schedule import every
 from decentjax.state import WorkerState
 from decentjax.topology import complete
 from decentjax.updates import Adapt
@@ -41,7 +40,7 @@ class Wagma(Beside):
     A group's sum takes log2 S models on each link. Dead processes are left out.
 
     Args:
-      adapt: as in `Background`.
+      local: as in `Background`.
       groups: the groups: N, S and the period.
       party: this process, its workers, and how it finds its peers.
       order: "atc" or "awc".
@@ -74,7 +73,7 @@ class Wagma(Beside):
 
     def __init__(
         self,
-        adapt: Adapt,
+        local: Adapt,
         groups: Butterfly,
         party: Party,
         *,
@@ -90,7 +89,7 @@ class Wagma(Beside):
             )
         rounds = group_rounds(groups, order)
         self._averaging = _GroupPort(groups, party, order, patience, used)
-        super().__init__(adapt, rounds, party.mesh, self._averaging, record)
+        super().__init__(local, rounds, party.mesh, self._averaging, record)
 
     def alive(self) -> set[int]:
         """Returns the workers of other processes that are alive."""
@@ -210,7 +209,7 @@ def group_rounds(groups: Butterfly, order: str) -> Rounds:
     if order not in ("atc", "awc"):
         raise ValueError(f'order must be "atc" or "awc", got {order!r}')
     delay = 1 if order == "awc" else 0
-    return Rounds(every(complete(groups.num_workers), num_steps=1, delay=delay))
+    return Rounds(complete(groups.num_workers), delay=delay)
 
 
 def averages(groups: Butterfly, ready: np.ndarray) -> list[Used]:

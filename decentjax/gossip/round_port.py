@@ -1,13 +1,12 @@
-"""Peer-to-peer rounds, without collectives."""
+"""The port of peers whose exchanges are numbered by round."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from decentjax._core.patience import AutoPatience
 from decentjax.codec import as_permutations
@@ -25,142 +24,13 @@ from decentjax.gossip.merging import (
     sends_changes,
 )
 from decentjax.gossip.peer_port import PeerPort
-from decentjax.gossip.peer_step import PeerStep
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
-from decentjax.gossip.thread import check_beside
-from decentjax.gossip.thread_port import Record
 from decentjax.links import Party
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
-from decentjax.updates import Adapt
-
-Count = Callable[[Any], Sequence[int]]
-"""Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
 
 
-def count_examples(batch: Any) -> list[int]:
-    """The number of examples of each worker in a stacked batch.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax.gossip import count_examples
-      >>> count_examples({"x": jnp.zeros((2, 8, 28, 28)), "y": jnp.zeros((2, 8))})
-      [8, 8]
-    """
-    num_workers, *sizes = np.shape(jax.tree.leaves(batch)[0])
-    return [sizes[0] if sizes else 1] * num_workers
-
-
-class PeerRounds(PeerStep):
-    """`round_step` with peer-to-peer messages, as in `Peers`.
-
-    A worker sends its model to the peers of a round, and `delay` steps later merges the
-    models received so far; it waits at most `patience` seconds for the others, whose
-    weight stays with its own model. The rows of W then sum to one, but its columns need
-    not: the mean of all models shifts towards those that are received more often. With
-    `patience=math.inf` and symmetric exchanges the numbers are those of `round_step`,
-    up to rounding, and a worker closes once its peers have taken its last messages, or
-    after 10 s. For a mean of all models each worker sends to every other.
-
-    With a compression the messages are encoded. With `error_feedback` a worker averages
-    the messages received so far, q decoded: `x_i + sum_j W_ij (q_j - q_i)`. Each
-    message of `drift` or `copies` is a change of shared state; a lost message would
-    leave its copies wrong: these need `patience=math.inf` and a symmetric graph, and
-    raise an error if a peer is lost.
-
-    With a `quorum` no weight stays with the own model: a round merges the contributions
-    that have come, weighted by what they were trained on, see `Quorum`. A slow worker
-    takes part in the rounds of the others with fewer steps: before each step, continue
-    at `due(step)`. With `elastic` workers may join and leave.
-
-    Args:
-      adapt: as in `BackgroundRounds`.
-      rounds: the rounds, without tracking; each worker counts its own steps.
-      party: this process, its workers, and how it finds its peers.
-      patience: longest time that a round waits for models, in seconds, or an
-        `AutoPatience`; with a `quorum`, once that is there.
-      record: as in `Background`, for "compute" and "wait".
-      used: function called with the models that each worker has mixed; a round has the
-        step at which it begins, and `group` is the number of the fragment.
-      quorum: how a round merges contributions; None as above.
-      elastic: as in `Peers`; its graphs may be means of all workers.
-      read: as in `Peers`.
-      count: function that counts the tokens of a batch, for the weights of a quorum.
-
-    Raises:
-      TypeError: if `rounds` is not `Rounds`, or `party` not a `Party`.
-      ValueError: if the rounds have nodes, shards or tracking, the workers do not fit
-        them, messages of slices are to be encoded, the patience is negative or does not
-        fit these rounds, the quorum is larger than the number of workers, or rounds
-        with a quorum or elastic peers are encoded; at the first step as in `Peers`.
-      ConnectionError: at a step, if a message of `drift` or `copies` is missing.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import gossip, init_rounds, init_state, local_update, methods
-      >>> from decentjax import topology, worker_mesh
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> optimizer, params, key = optax.adam(0.1), jnp.zeros(3), jax.random.key(0)
-      >>> local = local_update(loss_fn, optimizer)
-      >>> rounds = methods.local_sgd(topology.ring(1), num_steps=5)
-      >>> extra = init_rounds(rounds, params)
-      >>> state = init_state(params, optimizer, key, 1, extra=extra)
-      >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
-      >>> with gossip.PeerRounds(local, rounds, party) as train_step:
-      ...     for t in range(10):
-      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
-    """
-
-    def __init__(
-        self,
-        adapt: Adapt,
-        rounds: Rounds,
-        party: Party,
-        *,
-        patience: float | AutoPatience = 0.0,
-        record: Record | None = None,
-        used: Callable[[Used], None] | None = None,
-        quorum: Quorum | None = None,
-        elastic: Elastic | None = None,
-        read: Callable[[Read], None] | None = None,
-        count: Count = count_examples,
-    ):
-        check_beside(rounds)
-        port = _RoundPort(party, rounds, patience, used, quorum, elastic, read)
-        super().__init__(adapt, rounds, port, record)
-        self._round_port, self._count = port, count
-
-    def due(self, step: int) -> int:
-        """Returns the step to continue with: `step`, or a later one of the schedule.
-
-        Where a quorum has already sent the next round, this worker is behind, and
-        continues at the next step in which a round begins or ends: its contribution has
-        fewer steps, and weighs less.
-
-        Args:
-          step: the step about to run.
-        """
-        if not self._is_open or step != self._next:
-            return step
-        self.skip_to(self._round_port.due(step))
-        return self._next
-
-    def _trained(self, batch: Any) -> None:
-        super()._trained(batch)
-        self._round_port.count(self._count, batch)
-
-    def join(
-        self, state: WorkerState, *arguments: Any, **options: Any
-    ) -> tuple[WorkerState, int | None]:
-        new, step = super().join(state, *arguments, **options)
-        if step is None:
-            return new, None
-        self._round_port.forget(step)
-        return from_anchor(new), step
-
-
-class _RoundPort(PeerPort):
+class RoundPort(PeerPort):
     """The port of `PeerRounds`, whose exchanges are numbered by round."""
 
     def __init__(
@@ -213,10 +83,12 @@ class _RoundPort(PeerPort):
         self._taken = -1
         self._awaited = 0  # The first round whose messages this process can expect.
 
-    def count(self, count: Count, batch: Any) -> None:
+    def trained(self, batch: Any) -> None:
         """Counts a step of each worker, and its tokens, for the weights of a quorum."""
+        super().trained(batch)
         if isinstance(way := self._way, QuorumMeans):
-            tokens = count(batch)
+            assert self._quorum is not None
+            tokens = self._quorum.count_tokens(batch)
             for worker, number in zip(self.party.workers, tokens, strict=True):
                 way.count(worker, int(number))
 
@@ -230,7 +102,7 @@ class _RoundPort(PeerPort):
                 way.forget(worker, first)
 
     def due(self, step: int) -> int:
-        """The step to continue with; see `PeerRounds.due`."""
+        """The step to continue with; see `Peers.due`."""
         number = self._schedule.count(step)
         begins = self._schedule.step_of(number)
         if self._quorum is None or begins == step or not self._is_behind(number):

@@ -1,0 +1,342 @@
+"""Plans: who averages what, and when; and the train step of one worker over a plan.
+
+A topology is the shortest plan, `x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`.
+`Rounds` say the rest, and `GradientMean` is the baseline, all-reduce.
+`decentjax.train_step` runs the steps, on a mesh of devices or simulated on one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from decentjax._core.collectives import AxisName
+from decentjax._core.optimizer_state import average_own_models, common_keys
+from decentjax.correction import tracked
+from decentjax.exchange import Topology, check_whole, warn_of_parts
+from decentjax.loss import Metrics
+from decentjax.mixing import global_mean
+from decentjax.placement import bound_axis
+from decentjax.rounds import (
+    Mix,
+    Rounds,
+    check_carried,
+    check_rounds,
+    default_mix,
+    init_rounds,
+    mix_workers,
+    paired,
+    receive,
+    send,
+    travelling,
+    unpaired,
+    without_messages,
+)
+from decentjax.schedule import Event, Fragment, Round, Schedule, every
+from decentjax.state import WorkerState, check_optimizer, stacked_state
+from decentjax.topology import complete
+from decentjax.updates import Adapt, halves_of
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientMean:
+    """The plan of all-reduce: `x <- x + update(1/N sum_j grad f_j(x))`.
+
+    The optimizer gets the mean loss, and its random numbers are the same on all
+    workers. Each worker counts once, whatever the weight of its loss.
+
+    Args:
+      num_workers: N.
+    """
+
+    num_workers: int
+
+    def __post_init__(self):
+        check_whole("num_workers", self.num_workers)
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        """The graph over which gradients are averaged."""
+        return complete(self.num_workers)
+
+
+Plan = Topology | Rounds | GradientMean
+"""Who averages what, and when."""
+
+
+def check_plan(plan: Any) -> None:
+    """Raises a TypeError unless this is a plan."""
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            "wanted a plan: a topology, as topology.ring(8), or rounds, as "
+            f"methods.diloco(8), got {type(plan).__name__}"
+        )
+
+
+def topology_of(plan: Plan) -> Topology:
+    """Returns the exchanges of a plan."""
+    return plan if isinstance(plan, Topology) else plan.topology
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Returns what begins and ends in each step of a plan."""
+    if isinstance(plan, Rounds):
+        return plan.schedule
+    return _every_step(topology_of(plan), delay=int(isinstance(plan, Topology)))
+
+
+@functools.lru_cache(maxsize=64)
+def _every_step(topology: Topology, delay: int) -> Schedule:
+    return every(topology, num_steps=1, delay=delay)
+
+
+class Turn(NamedTuple):
+    """One of several events, chosen in the compiled step.
+
+    Args:
+      events: the events.
+      index: int32, []; number of the event, the same on all workers.
+    """
+
+    events: tuple[Event, ...]
+    index: jax.Array
+
+
+def turn_of(schedule: Schedule, count: jax.Array) -> Turn:
+    """Returns the event of a step whose number is counted in an array.
+
+    Args:
+      schedule: the schedule.
+      count: int32, []; steps done so far, the same on all workers.
+    """
+    # The first steps receive nothing, as nothing was sent before them; at the same
+    # positions of later periods, messages of the previous period arrive.
+    period, first = schedule.period, max(0, schedule.delay - 1)
+    events = [schedule[t] for t in range(first + period)]
+    place = jnp.where(count < first, count, first + (count - first) % period)
+    distinct = tuple(dict.fromkeys(events))
+    table = jnp.array([distinct.index(one) for one in events], jnp.int32)
+    return Turn(distinct, table[place])
+
+
+def rounds_of(plan: Plan) -> Rounds:
+    """Returns a plan that averages models as rounds; a topology's are of every step.
+
+    Raises:
+      TypeError: for another plan.
+    """
+    return Rounds(plan, delay=1) if isinstance(plan, Topology) else check_rounds(plan)
+
+
+def warn_of_plan(plan: Plan) -> None:
+    """Warns if the models of a plan can never agree."""
+    if not isinstance(plan, GradientMean):
+        warn_of_parts(topology_of(plan).name, topology_of(plan).exchanges)
+
+
+def init_carried(plan: Plan, params: Any) -> Any:
+    """Returns what a worker keeps for a plan beside its model, `WorkerState.extra`."""
+    return init_rounds(plan, params) if isinstance(plan, Rounds) else ()
+
+
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    plan: Plan | int,
+    model_state: Any = (),
+    workers: Sequence[int] | None = None,
+) -> WorkerState:
+    """Returns the initial state: one model for all workers, and a random key for each.
+
+    `step.init` of a train step is the same with its optimizer and its plan.
+
+    Args:
+      params: one model.
+      optimizer: the optimizer, initialised for each worker.
+      key: random key, split among the workers.
+      plan: the plan; for one that keeps nothing, the number of workers N will do.
+      model_state: model state of one model; random keys in it are split among the
+        workers: typed keys, and those in jax's old form in a part that is named so,
+        such as `key`, `dropout_rng`, or within `rngs`.
+      workers: numbers of the workers to initialise, as `local_workers(mesh)` in a job
+        of several processes; by default all.
+
+    Returns:
+      The stacked state, each leaf [N, ...].
+
+    Raises:
+      TypeError: if `optimizer` is not an optimizer, or `key` not a random key.
+      ValueError: if a worker does not exist, or the model has no leaf.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_state, methods
+      >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+      >>> plan, key = methods.diloco(num_workers=4), jax.random.key(0)
+      >>> state = init_state(params, optax.adam(1e-3), key, plan)
+      >>> state.params["w"].shape
+      (4, 3, 2)
+    """
+    check_optimizer(optimizer)
+    return first_state(params, optimizer.init, key, plan, model_state, workers)
+
+
+def first_state(
+    params: Any,
+    init: Callable[[Any], Any],
+    key: jax.Array,
+    plan: Plan | int,
+    model_state: Any = (),
+    workers: Sequence[int] | None = None,
+) -> WorkerState:
+    """Returns the initial state, as `init_state`, by the `init` of an optimizer."""
+    if isinstance(plan, int):
+        return stacked_state(params, init, key, plan, model_state, workers, ())
+    check_plan(plan)
+    count, extra = plan.num_workers, init_carried(plan, params)
+    return stacked_state(params, init, key, count, model_state, workers, extra)
+
+
+class Step(Protocol):
+    """The step of one worker; it takes what begins and ends in it."""
+
+    def __call__(
+        self, state: WorkerState, batch: Any, event: Any, /
+    ) -> tuple[WorkerState, Metrics]: ...
+
+
+Send = Callable[[Rounds, Fragment, WorkerState], WorkerState]
+Receive = Callable[[Rounds, Fragment, WorkerState, Any], WorkerState]
+
+
+def worker_step(
+    local: Adapt,
+    plan: Plan,
+    mix: Mix | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    send: Send = send,
+    receive: Receive = receive,
+) -> Step:
+    """Returns the train step of one worker over a plan.
+
+    Of a topology, and of rounds without a delay in every step, it is
+
+        x_i <- sum_j W_ij x_j + update(grad f_i(x_i))
+        x_i <- sum_j W_ij (x_j + update(grad f_j(x_j)))
+
+    Compiled, the messages of the first overlap the gradient, and those of rounds with a
+    delay that of the step that merges them.
+
+    Args:
+      local: the local update, as `local_update` returns it.
+      plan: the plan.
+      mix: the averaging, `decentjax.mix` with its keywords bound; of rounds that of
+        leaves by number, by default `default_mix(rounds)`.
+      axis_name: axis of the workers; by default the mapped one.
+      send: the beginning of a round, if it is a separate program.
+      receive: its end, likewise.
+
+    Raises:
+      TypeError: if the plan is none, or the gradient of the local update is
+        inaccessible to a plan that changes it.
+    """
+    check_plan(plan)
+    if isinstance(plan, GradientMean):
+        return functools.partial(_gradient_mean_step, local, axis_name)
+    if isinstance(plan, Topology) or plan.averages_models:
+        is_early = isinstance(plan, Topology) or plan.delay > 0
+        return functools.partial(_model_step, local, mix or mix_workers, is_early)
+    average = default_mix(plan) if mix is None else mix
+    return functools.partial(_round_step, local, plan, average, send, receive)
+
+
+def _gradient_mean_step(
+    local: Adapt, axis_name: AxisName | None, state: WorkerState, batch: Any, event: Any
+) -> tuple[WorkerState, Metrics]:
+    del event
+    axis = axis_name or bound_axis()
+    halves = halves_of(local, "all-reduce")
+    state = state._replace(opt_state=common_keys(state.opt_state, axis))
+    found = halves.gradient(state, batch)
+    found = found._replace(
+        grads=global_mean(found.grads, axis), loss=global_mean(found.loss, axis)
+    )
+    return halves.descend(found, state, state.params)
+
+
+def _model_step(
+    local: Adapt,
+    mix: Mix,
+    is_early: bool,
+    state: WorkerState,
+    batch: Any,
+    event: Event | Turn,
+) -> tuple[WorkerState, Metrics]:
+    def mixed(params: Any) -> Any:
+        def one(event: Event, params: Any) -> Any:
+            assert event.sends is not None
+            assert event.sends.exchange is not None
+            return mix(params, event.sends.exchange)
+
+        return _in_turn(event, one, params)
+
+    # z of schedule-free optimizers, at its own bytes.
+    if is_early:
+        opt_state = average_own_models(state.opt_state, mixed)
+        params = mixed(state.params)
+        return local(state._replace(opt_state=opt_state), batch, params)
+    state, metrics = local(state, batch, state.params)
+    opt_state = average_own_models(state.opt_state, mixed)
+    return state._replace(params=mixed(state.params), opt_state=opt_state), metrics
+
+
+def _round_step(
+    local: Adapt,
+    rounds: Rounds,
+    average: Mix,
+    send: Send,
+    receive: Receive,
+    state: WorkerState,
+    batch: Any,
+    event: Event | Turn,
+) -> tuple[WorkerState, Metrics]:
+    check_carried(rounds, state)
+    if rounds.tracking:
+        state, local = paired(state), tracked(local)
+    is_late = rounds.delay > 0
+
+    def end(one: Round, state: WorkerState) -> WorkerState:
+        assert one.exchange is not None
+        mixed = average(travelling(one.leaves, state), one.exchange)
+        return receive(rounds, one.leaves, state, mixed)
+
+    def exchange(event: Event, state: WorkerState) -> WorkerState:
+        sends, receives = event
+        if sends is not None:
+            state = send(rounds, sends.leaves, state)
+        ends = receives if is_late else sends
+        if ends is not None:
+            state = end(ends, state)
+        return without_messages(rounds, state)
+
+    mixed = _in_turn(event, exchange, state) if is_late else state
+    # The gradient is that of the model before the round.
+    new, metrics = local(state, batch, mixed.params)
+    new = new._replace(extra=mixed.extra)
+    new = new if is_late else _in_turn(event, exchange, new)
+    return (unpaired(new) if rounds.tracking else new), metrics
+
+
+def _in_turn(event: Event | Turn, function: Callable[..., Any], value: Any) -> Any:
+    """A function of (event, value), of that of several which is chosen in the step."""
+    if isinstance(event, Event):
+        return function(event, value)
+    branches = [functools.partial(function, one) for one in event.events]
+    return lax.switch(event.index, branches, value)
