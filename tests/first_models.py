@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from decentjax import (
-    adapt,
     all_reduce_step,
     awc_step,
     distributed,
@@ -32,7 +31,7 @@ def loss_fn(params, model_state, batch, key):
 
 
 OPTIMIZER = optax.sgd(0.1)
-LOCAL = functools.partial(adapt, loss_fn=loss_fn, optimizer=OPTIMIZER)
+LOCAL = local_update(loss_fn=loss_fn, optimizer=OPTIMIZER)
 
 
 def main():
@@ -69,7 +68,7 @@ def main():
     tried("pieces", gossip.AllReduce(LOCAL, mesh), other, 3)
     tried("background", gossip.Background(LOCAL, graph, mesh), other, 0)
     tried("background alike", gossip.Background(LOCAL, graph, mesh), 7, 0)
-    beside = gossip.BackgroundRounds(LOCAL, rounds, mesh)
+    beside = gossip.Background(LOCAL, rounds, mesh)
     tried("rounds", beside, other, 0, extra=(True,))
 
 

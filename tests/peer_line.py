@@ -6,7 +6,6 @@ address, the book is that of a job under jax.distributed. WAY is a way of `Peers
 ELASTIC, a quorum, workers come and go.
 """
 
-import functools
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax import adapt, init_state, topology, worker_mesh
+from decentjax import init_state, topology, worker_mesh
 from decentjax.gossip import Butterfly, Elastic, Folder, Party, Peers, Store, Wagma
 
 
@@ -30,7 +29,7 @@ if "STORE" in os.environ:
     jax.distributed.initialize(os.environ["STORE"], num_workers, worker)
     book = Store()
 optimizer = optax.sgd(0.01, momentum=0.5 if "ELASTIC" in os.environ else None)
-local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+local = local_update(loss_fn=loss_fn, optimizer=optimizer)
 graph = topology.ring(num_workers)
 key = jax.random.key(0)
 state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker])
@@ -45,7 +44,7 @@ train_step = Peers(
     local,
     graph,
     party,
-    way=way,
+    merge=way,
     used=lambda one: mixed.extend(one.models),
     elastic=elastic,
 )

@@ -13,7 +13,6 @@ from decentjax import (
     AXIS,
     all_reduce_step,
     atc_step,
-    awc_step,
     codec,
     consensus_distance,
     decentralize,
@@ -26,7 +25,6 @@ from decentjax import (
     on_mesh,
     over_workers,
     place,
-    round_step,
     simulate,
     stack,
     stacked_shardings,
@@ -83,12 +81,12 @@ def trained(train_step, mesh=None, extra=()):
 
 
 def in_rounds(rounds):
-    step = functools.partial(round_step, rounds=rounds, adapt=LOCAL)
+    step = LOCAL
     return step, rounds.schedule
 
 
 FORMS = {
-    "awc": (functools.partial(awc_step, adapt=LOCAL), RING),
+    "awc": (LOCAL, RING),
     "atc": (functools.partial(atc_step, adapt=LOCAL), topology.complete(4)),
     "all_reduce": (functools.partial(all_reduce_step, adapt=LOCAL), RING),
     "rounds": in_rounds(DILOCO),

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -44,7 +43,7 @@ from benches.gpu.gpu_alone import (
 from benches.gpu.gpu_shared import runners
 from benches.runner import Runner
 from benches.train_steps import in_turns, our_step, plain_step, wrapped_step
-from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
+from decentjax import accum_adamw, overlap, simulate, topology
 from train.run.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.
@@ -226,8 +225,8 @@ def test_what_the_processes_do_is_a_step_an_exchange_and_both():
         return build_state(config, task, optimizer, range(4))
 
     batch = np.stack([first_batch(config, task)] * 4)
-    local = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
-    step = functools.partial(awc_step, adapt=local)
+    local = local_update(loss_fn=task.loss_fn, optimizer=optimizer)
+    step = local
     first = jax.tree.map(lambda x: x[:1], start())
     for name, graph, state in [
         (COMPUTE, topology.complete(1), first),

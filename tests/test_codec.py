@@ -17,10 +17,8 @@ from test_rounds import CURVATURE, RATE, initial, model, run, targets
 from decentjax import (
     AXIS,
     Lowering,
-    adapt,
     analysis,
     codec,
-    decentralize_rounds,
     init_state,
     methods,
     on_mesh,
@@ -39,7 +37,7 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Topology
-from decentjax.rounds import Rounds, init_rounds, replace, round_step
+from decentjax.rounds import Rounds, init_rounds, replace
 from decentjax.schedule import every, in_fragments
 
 CODECS = {
@@ -247,7 +245,7 @@ def test_sparse_loco_is_its_algorithm(where):
             shared = shared - 0.8 * sent.mean(0)
             x = np.repeat(shared[None], 4, axis=0)
         wanted.append(x)
-    how = Rounds(every(topology.complete(4), 3), optax.sgd(0.8), replace)
+    how = Rounds(topology.complete(4), 3, outer=optax.sgd(0.8), merge=replace)
     got = run(lossy(how, drift, keep=0.9), 4, 14, where)
     np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
 
@@ -264,7 +262,7 @@ def test_sparse_loco_is_its_algorithm(where):
         (methods.local_sgd(RING, 2), copies),
         (methods.diloco(4, 3), drift),
         (methods.streaming_diloco(4, model(), 5, 2, delay=4), drift),
-        (Rounds(every(topology.one_peer_ring(4), 3, delay=3)), error_feedback),
+        (Rounds(topology.one_peer_ring(4), 3, delay=3), error_feedback),
     ],
     ids=["squeeze", "choco", "diloco", "streaming", "late"],
 )
@@ -317,8 +315,8 @@ def test_the_encoded_bytes_are_what_travels(name, of, plan, peers):
     how = Rounds(plan, outer, compression=of(one))
     optimizer = optax.sgd(0.1)
     params = {"v": jnp.zeros(sizes[0]), "w": jnp.zeros(sizes[1])}
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = functools.partial(round_step, rounds=how, adapt=local)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    step = local
     mesh, extra = worker_mesh(n), init_rounds(how, params)
     state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
     state, batch = place((state, jnp.ones((n, 1000))), mesh)
@@ -337,12 +335,12 @@ def train(how, num_steps, seed=0):
     """Distance from the optimum, and among the workers, at the end."""
     generator = np.random.default_rng(seed)
     optimizer, params = optax.sgd(0.5), {"w": jnp.zeros(64)}
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = functools.partial(round_step, rounds=how, adapt=local)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    step = local
     extra = init_rounds(how, params)
     state = init_state(params, optimizer, jax.random.key(seed), 4, extra=extra)
     batch = jnp.asarray(generator.standard_normal((4, 64)), jnp.float32)
-    train_step = simulate(step, how.schedule)
+    train_step = simulate(step, how)
     for t in range(num_steps):
         state, _ = train_step(state, batch, t)
     return np.asarray(state.params["w"]), np.asarray(batch)
@@ -355,9 +353,9 @@ def test_what_a_message_drops_is_sent_later(name, is_drift):
     """The mean of all models goes to the optimum as if nothing were dropped."""
     one, encoded = CODECS[name], drift if is_drift else OF[name]
     if is_drift:
-        how = Rounds(every(topology.complete(4), 2), optax.sgd(1.0), replace)
+        how = Rounds(topology.complete(4), 2, outer=optax.sgd(1.0), merge=replace)
     else:
-        how = Rounds(every(RING, 1))
+        how = Rounds(RING)
     how = Rounds(how.schedule, how.outer, how.merge, encoded(one))
     got, batch = train(how, 3000)
     error = np.abs(got.mean(0) - batch.mean(0)).max()
@@ -383,7 +381,7 @@ def test_mixing_keeps_the_mean_exactly():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_anchors_that_all_share_stay_one_bit_for_bit(dtype):
-    how = Rounds(every(topology.complete(5), 2), optax.sgd(0.9, 0.9), replace)
+    how = Rounds(topology.complete(5), 2, outer=optax.sgd(0.9, 0.9), merge=replace)
     how = Rounds(how.schedule, how.outer, how.merge, drift(codec.int8(16)))
     state = final(how, 5, 200, dtype)
     (anchor,) = state.extra.anchor.values()
@@ -404,7 +402,7 @@ def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     extra, key = init_rounds(how, params), jax.random.key(0)
     state = init_state(params, optax.sgd(0.0), key, 8, extra=extra)
-    step = functools.partial(round_step, rounds=how, adapt=local)
+    step = local
     train_step, push = simulate(step, plan), jnp.zeros((8, 1)).at[0].set(0.02)
     for t in range(200):
         state, _ = train_step(state, push * (t % 2), t)
@@ -414,12 +412,12 @@ def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
 
 def final(how, n, num_steps, dtype):
     optimizer, params = optax.sgd(0.3), {"w": jnp.zeros(64, dtype)}
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = functools.partial(round_step, rounds=how, adapt=local)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    step = local
     extra = init_rounds(how, params)
     state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
     draws = np.random.default_rng(0).standard_normal((n, 64))
-    train_step = simulate(step, how.schedule)
+    train_step = simulate(step, how)
     for t in range(num_steps):
         state, _ = train_step(state, jnp.asarray(draws, dtype), t)
     return state
@@ -435,14 +433,14 @@ def test_a_codec_that_does_not_say_what_it_keeps_can_still_be_used():
 
 
 def test_encoded_leaves_of_other_workers_are_refused():
-    how = Rounds(every(RING, 1), compression=error_feedback(codec.int8()))
+    how = Rounds(RING, compression=error_feedback(codec.int8()))
     with pytest.raises(ValueError, match="the exchange is for 4 workers, but axis"):
         final(how, 8, 1, jnp.float32)
 
 
 def test_a_complex_leaf_is_not_encoded():
-    how = Rounds(every(RING, 1), compression=error_feedback(codec.int8()))
-    optimizer = decentralize_rounds(optax.sgd(0.1), how, "workers")
+    how = Rounds(RING, compression=error_feedback(codec.int8()))
+    optimizer = decentralize(optax.sgd(0.1), how, "workers")
     models = [jnp.ones((4, 3), jnp.complex64)]
     update = jax.vmap(lambda s, x: optimizer.update(x, s, x), axis_name="workers")
     with pytest.raises(TypeError, match=r"real numbers, and leaf 0 .* is complex64"):
@@ -463,7 +461,7 @@ def test_a_complex_leaf_is_not_encoded():
         (lambda: error_feedback(UNKNOWN), "mine keeps 0 of a number"),
         (lambda: copies(UNKNOWN), "mine does not state what it keeps"),
         (
-            lambda: decentralize_rounds(
+            lambda: decentralize(
                 optax.sgd(1.0), lossy(methods.local_sgd(RING, 2)), "workers", "bfloat16"
             ),
             "have the codec's dtype and no shards",

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from decentjax import AXIS, Rounds, codec, decentralize_rounds, over_workers, topology
+from decentjax import AXIS, Rounds, codec, over_workers, topology
 from decentjax.compression import (
     copies,
     decode_leaves,
@@ -17,7 +17,6 @@ from decentjax.compression import (
     error_feedback,
     init_coded,
 )
-from decentjax.schedule import every
 
 MOST, SIZE, APART, EXCHANGES = 8, 128, 1e-3, 200
 GRAPHS = {
@@ -162,8 +161,8 @@ def test_what_a_worker_keeps_is_what_it_has_sent():
     A level that is computed twice has two values about once in a million times.
     """
     graph, compression = topology.ring(4), copies(codec.int8())
-    rounds = Rounds(every(graph, 1), compression=compression)
-    optimizer, shape = decentralize_rounds(optax.sgd(0.1), rounds, AXIS), (64,)
+    rounds = Rounds(graph, compression=compression)
+    optimizer, shape = decentralize(optax.sgd(0.1), rounds, AXIS), (64,)
 
     def worker(key):
         def step(carry, t):

@@ -12,7 +12,6 @@ import pytest
 
 from decentjax import (
     WorkerState,
-    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
@@ -65,11 +64,11 @@ def train(step, optimizer, num_steps, graph=GRAPH, where="simulated"):
     """
     with jax.enable_x64(True):
         params, extra = jnp.zeros(D), ()
-        local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+        local = local_update(loss_fn=loss_fn, optimizer=optimizer)
         if not isinstance(step, Rounds):
             one = functools.partial(step, adapt=local)
         else:
-            one = functools.partial(round_step, rounds=step, adapt=local)
+            one = local
             graph, extra = step.schedule, init_rounds(step, params)
         state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
         batch, mesh = (jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)), worker_mesh(N)
@@ -124,9 +123,9 @@ ROUNDED = {
     "copies": (
         decentralize_rounds,
         optax.sgd,
-        Rounds(every(GRAPH, 1), compression=COPIES),
+        Rounds(GRAPH, compression=COPIES),
     ),
-    "local": (decentralize_rounds, optax.sgd, Rounds(every(GRAPH, 1, 1))),
+    "local": (decentralize_rounds, optax.sgd, Rounds(GRAPH, delay=1)),
 }
 
 
@@ -172,7 +171,7 @@ def test_with_nesterov_quasi_global_momentum_rests_at_a_longer_rate():
     """An update is 1 + b gradients long, and where it rests is further off."""
     ahead = quasi_global_momentum(0.05, momentum=0.9, nesterov=True)
     found, plain, longer = (
-        after(3000, decentralize_atc(one, GRAPH, "workers"), "float64")
+        after(3000, decentralize(one, Rounds(GRAPH), "workers"), "float64")
         for one in (ahead, optax.sgd(0.05), optax.sgd(0.095))
     )
     np.testing.assert_allclose(found, longer, rtol=1e-6)
@@ -221,8 +220,8 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay):
         local = LocalUpdate(gradient, descend)
         key, extra = jax.random.key(0), init_rounds(how, params)
         state = init_state(params, optax.sgd(0.05), key, N, extra=extra)
-        step = functools.partial(round_step, rounds=how, adapt=local)
-        train_step = simulate(step, how.schedule)
+        step = local
+        train_step = simulate(step, how)
         for t in range(40):
             batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
             state, _ = train_step(state, batch, t)
@@ -460,7 +459,7 @@ def test_tracking_refuses_to_skip_what_is_not_finite():
     with pytest.raises(TypeError, match=r"drop every later .*zero_nans\(\)"):
         train(how, inner, 1)
     optimizer = optax.chain(
-        optax.zero_nans(), decentralize_rounds(optax.sgd(0.1), how, "workers")
+        optax.zero_nans(), decentralize(optax.sgd(0.1), how, "workers")
     )
 
     def worker(curvature, optimum, number):
@@ -479,7 +478,7 @@ def test_tracking_refuses_to_skip_what_is_not_finite():
 
 
 def test_a_correction_inside_averages_nothing_itself():
-    inner = decentralize_atc(optax.sgd(0.1), GRAPH, "workers")
+    inner = decentralize(optax.sgd(0.1), Rounds(GRAPH), "workers")
     with pytest.raises(TypeError, match="and so does what is around exact_diffusion"):
         exact_diffusion(inner).init(jnp.zeros(2))
 
@@ -504,9 +503,9 @@ def test_narrow_params_are_tracked_in_float32_or_refused():
     def loss_fn(params, model_state, batch, key):
         return (params.astype(jnp.float32) * batch).sum(), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = functools.partial(round_step, rounds=how, adapt=local)
-    step = simulate(step, how.schedule)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    step = local
+    step = simulate(step, how)
     batches = GENERATOR.standard_normal((50, N, 3)).astype("float32")
     for t, batch in enumerate(batches):
         state, _ = step(state, batch, t)
@@ -524,7 +523,7 @@ def test_narrow_params_are_tracked_in_float32_or_refused():
     "inner", [exact_diffusion(optax.sgd(0.1)), quasi_global_momentum(0.1)]
 )
 def test_a_step_may_donate_params_and_state(inner):
-    optimizer = decentralize_atc(inner, GRAPH, "workers")
+    optimizer = decentralize(inner, Rounds(GRAPH), "workers")
 
     def step(params, opt_state):
         updates, opt_state = optimizer.update(params, opt_state, params)

@@ -1,7 +1,6 @@
 """Peers that come and go: the graph over the living, joiners, quorum and silence."""
 
 import concurrent.futures
-import functools
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ from parties import party_of, training
 from test_launch import wait_until
 from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
-from decentjax import adapt, init_state, place, topology
+from decentjax import init_state, place, topology
 from decentjax.exchange import among, apply
 from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.membership import Living
@@ -173,7 +172,7 @@ def test_without_its_quorum_a_process_waits(start):
 def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     """Its model, moments and count, bit for bit, and its own random key."""
     optimizer = optax.adam(0.1)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     params = {"matrix": jnp.ones((3, 2)), "scalar": jnp.ones(())}
 
     def one(worker):
@@ -200,7 +199,7 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
 
 
 def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.0))
+    local = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.0))
     both_done = threading.Barrier(2)
 
     def one(worker):

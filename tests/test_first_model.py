@@ -1,7 +1,6 @@
 """Workers begin with one model, or are told which of them does not."""
 
 import concurrent.futures
-import functools
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from parties import party_of
 
 from decentjax import (
-    adapt,
     check_one_model,
     gossip,
     init_rounds,
@@ -68,7 +66,7 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
         return jnp.sum((params - batch) ** 2), (model_state, {})
 
     optimizer = optax.sgd(0.1)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     rounds = methods.diloco(2, 2)
 
     def work(worker):
@@ -81,7 +79,7 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
         if kind == "peers":
             peers = gossip.Peers(local, topology.ring(2), party, patience=60.0)
         elif kind == "rounds":
-            peers = gossip.PeerRounds(local, rounds, party, patience=60.0)
+            peers = gossip.Peers(local, rounds, party, patience=60.0)
         else:
             peers = gossip.Wagma(local, gossip.Butterfly(2, 2, 4), party, patience=60.0)
         with peers:

@@ -27,8 +27,6 @@ from parties import party_of
 from decentjax import (
     AXIS,
     Rounds,
-    adapt,
-    awc_step,
     codec,
     decentralize,
     gossip,
@@ -38,8 +36,6 @@ from decentjax import (
     methods,
     on_mesh,
     place,
-    round_step,
-    schedule,
     simulate,
     stack,
     stacked_shardings,
@@ -97,12 +93,12 @@ def of_library(plan, optimizer=OPTIMIZER):
     def loss_fn(params, model_state, batch, key):
         return loss_of(params, *batch), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     if isinstance(plan, Rounds):
-        step = functools.partial(round_step, rounds=plan, adapt=local)
+        step = local
         plan, extra = plan.schedule, init_rounds(plan, PARAMS)
     else:
-        step, extra = functools.partial(awc_step, adapt=local), ()
+        step, extra = local, ()
     n = plan.num_workers
     state = init_state(PARAMS, optimizer, jax.random.key(0), n, extra=extra)
     train_step = simulate(step, plan)
@@ -131,7 +127,7 @@ PLANS = {
     "one_peer": topology.one_peer_exponential,
     "complete": topology.complete,
     "diloco": lambda n: methods.diloco(n, num_steps=2),
-    "late": lambda n: Rounds(schedule.every(topology.ring(n), 2, delay=2)),
+    "late": lambda n: Rounds(topology.ring(n), 2, delay=2),
     "atc": lambda n: methods.local_sgd(topology.ring(n), num_steps=1),
 }
 
@@ -155,10 +151,7 @@ def test_a_wrapped_step_is_the_librarys(num_workers, name):
 
 
 def test_messages_are_encoded_for_each_worker():
-    plan = Rounds(
-        schedule.every(topology.ring(4), 1),
-        compression=error_feedback(codec.int8()),
-    )
+    plan = Rounds(topology.ring(4), compression=error_feedback(codec.int8()))
     step = wrap(own_step, plan)
     ended = run(step, step.init(start()))
     # Rounded at random, by other keys than the library's own steps have.
@@ -334,12 +327,9 @@ def test_shards_are_exchanged_over_twins_of_their_devices():
 
 def test_messages_of_slices_are_not_encoded_in_a_thread():
     mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    plan = Rounds(
-        schedule.every(topology.ring(4), 1),
-        compression=error_feedback(codec.int8()),
-    )
+    plan = Rounds(topology.ring(4), compression=error_feedback(codec.int8()))
     with pytest.raises(ValueError, match=r"are slices of the mesh .*use on_mesh"):
-        gossip.BackgroundRounds(own_step, plan, mesh)
+        gossip.Background(own_step, plan, mesh)
 
 
 def test_workers_exchange_their_shards_alone():
@@ -579,7 +569,7 @@ def test_a_step_after_the_average_waits_for_a_second_thread():
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_a_step_that_ends_in_a_projection_needs_an_order(name):
     make, goals = projecting(name), np.ones((4, 3), "float32")
-    late = Rounds(schedule.every(topology.ring(4), 2, delay=1))
+    late = Rounds(topology.ring(4), 2, delay=1)
     for plan in (topology.ring(4), methods.diloco(4, num_steps=2), late):
         step = make(plan)
         with pytest.raises(ValueError, match=r'projection, .* pass order="after"'):
@@ -1088,14 +1078,10 @@ def test_a_wrapped_step_keeps_shardings_that_a_compiler_would_change():
 
 def test_rows_lie_over_the_workers_however_they_were_given():
     mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    local = functools.partial(
-        adapt,
-        loss_fn=lambda p, s, b, k: (jnp.sum(p * b), (s, {})),
-        optimizer=optax.sgd(1.0),
+    local = local_update(
+        loss_fn=lambda p, s, b, k: (jnp.sum(p * b), (s, {})), optimizer=optax.sgd(1.0)
     )
-    train_step = on_mesh(
-        functools.partial(awc_step, adapt=local), topology.ring(2), mesh
-    )
+    train_step = on_mesh(local, topology.ring(2), mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     for shape in ((4,), (4, 2)):  # One step for states of another rank too.
         state = init_state(jnp.ones(shape), optax.sgd(1.0), jax.random.key(0), 2)

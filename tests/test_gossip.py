@@ -77,8 +77,7 @@ class Case(NamedTuple):
         return worker_mesh(self.graph.num_workers)
 
     def bound(self, step, **mixing):
-        local = functools.partial(
-            adapt,
+        local = local_update(
             loss_fn=loss_fn,
             optimizer=self.optimizer,
             num_micro_batches=self.num_micro_batches,
@@ -401,7 +400,7 @@ def test_metrics_may_be_python_numbers():
         return loss, (model_state, {"float": 1.5, "int": 2})
 
     case = Case()
-    bound = functools.partial(adapt, loss_fn=numbered, optimizer=case.optimizer)
+    bound = local_update(loss_fn=numbered, optimizer=case.optimizer)
     with gossip.Background(bound, TWO, case.mesh, lowering=DEFAULT) as train_step:
         (_, metrics), *_ = _run(train_step, case)
     all_reduce = gossip.AllReduce(bound, case.mesh)

@@ -20,7 +20,6 @@ from decentjax.gossip import Butterfly, Folder
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.links.transport import Transport
 from decentjax.rounds import Rounds
-from decentjax.schedule import every
 
 
 class Late(list):
@@ -208,7 +207,7 @@ def test_peers_that_wait_have_the_same_numbers_whatever_is_lost(way, lossy, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["models", "changes"])
 def test_rounds_miss_no_message_whatever_is_lost(sent, lossy, tmp_path):
-    how = Rounds(every(topology.ring(2), 1))
+    how = Rounds(topology.ring(2))
     how = how if sent == "models" else encoded(how, int8(4), copies, step=0.5)
     wanted, _ = rounds_run(how, tmp_path / "whole", 6)
     lossy(one_in(3))

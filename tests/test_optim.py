@@ -19,7 +19,6 @@ from decentjax import (
     accum_adamw,
     decentralize,
     decentralize_atc,
-    decentralize_rounds,
     exact_diffusion,
     methods,
     mix,
@@ -844,7 +843,7 @@ def test_shapes_are_params_or_get_a_sentence():
     shapes = {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
     state = accum_adamw(0.1).init(shapes)
     assert state[0].acc["w"].dtype == jnp.float32
-    rounds = decentralize_rounds(optax.sgd(0.1), methods.diloco(2), AXIS)
+    rounds = decentralize(optax.sgd(0.1), methods.diloco(2), AXIS)
     for one in (quasi_global_momentum(0.1), exact_diffusion(optax.sgd(0.1)), rounds):
         with pytest.raises(TypeError, match=r"got the shape of one: call .*eval_sha"):
             one.init({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})

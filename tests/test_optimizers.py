@@ -14,13 +14,11 @@ from optax import contrib
 
 from decentjax import (
     AXIS,
-    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
     decentralize,
     decentralize_atc,
-    decentralize_rounds,
     exact_diffusion,
     gossip,
     init_rounds,
@@ -29,7 +27,6 @@ from decentjax import (
     on_mesh,
     over_workers,
     quasi_global_momentum,
-    round_step,
     simulate,
     topology,
     worker_mesh,
@@ -119,7 +116,7 @@ def noisy(params, model_state, batch, key):
 @functools.lru_cache(maxsize=2)
 def _trained(name, order, graph=topology.complete(N)):  # noqa: B008
     optimizer = (AVERAGED | REFUSED)[name]
-    local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
+    local = local_update(loss_fn=noisy, optimizer=optimizer)
 
     def worker(state, data):
         def body(state, _):
@@ -151,7 +148,7 @@ def test_all_reduce_keeps_one_model_with_any_optimizer(name):
 def test_an_optimizer_that_undoes_the_average_is_refused(name):
     message = r"does not keep averaged models: .*; use another optimizer"
     optimizer = REFUSED[name]
-    local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
+    local = local_update(loss_fn=noisy, optimizer=optimizer)
     state = init_state(START, optimizer, jax.random.key(0), N)
     for order in (awc_step, atc_step):
         step = simulate(functools.partial(order, adapt=local), topology.ring(N))
@@ -202,7 +199,7 @@ def test_a_state_is_known_without_its_type(wrapper, form):
 
 
 def test_rounds_inside_are_known_without_their_type():
-    whole = decentralize_rounds(optax.adam(0.1), methods.diloco(N, 5), AXIS)
+    whole = decentralize(optax.adam(0.1), methods.diloco(N, 5), AXIS)
     for form in (serialization.to_state_dict, _split):
         with pytest.raises(TypeError, match="averages the models itself"):
             check_averages_nothing(form(whole.init(START)), "this")
@@ -260,7 +257,7 @@ def with_average(inner):
 def test_an_optimizer_that_steps_from_a_copy_is_refused(make, dtype, n):
     optimizer, start = make(optax.sgd(0.1, momentum=0.9)), jnp.zeros((2, 3), dtype)
     loss_fn = lambda p, s, b, k: (jnp.sum(p * b), (s, {}))  # noqa: E731
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     state = init_state(start, optimizer, jax.random.key(0), n)
     message = r"steps from .*master, a copy of the params, .* takes every average"
     for order in (awc_step, atc_step):
@@ -367,7 +364,7 @@ def test_z_of_schedule_free_is_averaged_with_the_model(order, n):
     def loss_fn(params, model_state, batch, key):
         return 0.5 * jnp.sum((params - batch) ** 2), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     step = simulate(functools.partial(order, adapt=local), graph)
     state = init_state(jnp.full(1, 5.0), optimizer, jax.random.key(0), n)
     for t in range(steps):
@@ -404,14 +401,14 @@ def test_z_of_schedule_free_is_averaged_inside_decentralize():
 
 def test_where_z_would_not_be_averaged_schedule_free_is_refused():
     optimizer = contrib.schedule_free_sgd(0.1)
-    local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
+    local = local_update(loss_fn=noisy, optimizer=optimizer)
     rounds, graph = methods.diloco(N, 5), topology.ring(N)
     extra = init_rounds(rounds, START)
     state = init_state(START, optimizer, jax.random.key(0), N, extra=extra)
-    step = functools.partial(round_step, rounds=rounds, adapt=local)
+    step = local
     message = "keeps a second model z, .* and {} averages only the params"
     with pytest.raises(TypeError, match=message.format("a round")):
-        simulate(step, rounds.schedule).lower(state, DATA, 0)
+        simulate(step, rounds).lower(state, DATA, 0)
     with (
         gossip.Background(local, graph, worker_mesh(N)) as beside,
         pytest.raises(TypeError, match=message.format("an exchange beside the step")),
@@ -514,8 +511,8 @@ def test_an_optimizer_of_several_steps_hands_on_the_loss():
     inner = optax.MultiSteps(optax.chain(optax.sgd(0.1), plateau), 2)
     whole = decentralize(inner, topology.ring(N), AXIS)
     assert _updated(whole, value=jnp.ones(()))[0].shape == (N, 3)
-    local = functools.partial(adapt, loss_fn=noisy, optimizer=inner)
-    step = simulate(functools.partial(awc_step, adapt=local), topology.ring(N))
+    local = local_update(loss_fn=noisy, optimizer=inner)
+    step = simulate(local, topology.ring(N))
     state = init_state(START, inner, jax.random.key(0), N)
     for t in range(4):
         state, _ = step(state, DATA, t)
@@ -545,7 +542,7 @@ def test_all_reduce_watches_the_mean_loss(n, where):
     def loss_fn(params, model_state, batch, key):
         return jnp.mean((params - batch) ** 2), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     state = init_state(jnp.zeros(()), optimizer, jax.random.key(0), n)
     step = functools.partial(all_reduce_step, adapt=local)
     if where == "simulated":

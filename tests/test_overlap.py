@@ -16,7 +16,6 @@ from jax import lax
 
 from decentjax import (
     AXIS,
-    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
@@ -842,7 +841,7 @@ def loss_fn(params, model_state, batch, key):
 
 
 def read_step(step, graph, mesh, depth=6, t=0) -> overlap.Schedule:
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.adam(1e-3))
+    local = local_update(loss_fn=loss_fn, optimizer=optax.adam(1e-3))
     bound = functools.partial(step, adapt=local)
     train_step = on_mesh(bound, graph, mesh)
     state = jax.eval_shape(

@@ -29,7 +29,7 @@ from decentjax import (
 )
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
-from decentjax.gossip import Butterfly, Elastic, Folder, Party, PeerRounds, Peers, Wagma
+from decentjax.gossip import Butterfly, Elastic, Folder, Party, Peers, Wagma
 from decentjax.gossip.layout import Layout
 from decentjax.links import Links, Piece
 
@@ -40,9 +40,9 @@ LOCAL_SGD = methods.local_sgd(topology.ring(2), num_steps=2)
 STEPS_OF = {
     "arrived": lambda party: Peers(LOCAL, topology.ring(2), party, patience=math.inf),
     "swaps": lambda party: Peers(
-        LOCAL, topology.ring(2), party, way="swaps", patience=math.inf
+        LOCAL, topology.ring(2), party, merge="swaps", patience=math.inf
     ),
-    "rounds": lambda party: PeerRounds(LOCAL, LOCAL_SGD, party, patience=math.inf),
+    "rounds": lambda party: Peers(LOCAL, LOCAL_SGD, party, patience=math.inf),
     "wagma": lambda party: Wagma(LOCAL, Butterfly(2, 2, 1), party, patience=LONG),
 }
 KINDS = {
@@ -221,7 +221,7 @@ def test_what_slices_cannot_do_gets_a_sentence(tmp_path):
     party = party_of(tmp_path, 0, KINDS["auto"])
     coded = dataclasses.replace(LOCAL_SGD, compression=error_feedback(int8()))
     with pytest.raises(ValueError, match="workers of one device, but these are slices"):
-        PeerRounds(LOCAL, coded, party)
+        Peers(LOCAL, coded, party)
     far = types.SimpleNamespace(process_index=3, client=party.mesh.devices[0, 0].client)
     mesh = types.SimpleNamespace(
         shape={"workers": 1}, axis_names=("workers",), devices=np.array([far])

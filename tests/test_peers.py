@@ -25,7 +25,6 @@ from parties import party_of
 from decentjax import (
     AXIS,
     Topology,
-    adapt,
     gossip,
     init_state,
     methods,
@@ -36,12 +35,12 @@ from decentjax import (
 from decentjax._core.joining import JOIN_BYTES
 from decentjax.codec import exact, int2, int4, int8, num_bytes, top_k
 from decentjax.compression import copies, drift, error_feedback
-from decentjax.gossip import Folder, PeerRounds, Peers
+from decentjax.gossip import Folder, Peers
 from decentjax.gossip.merging import WAYS, form_of
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.mixing import mix_arrived
-from decentjax.rounds import Rounds, init_rounds, round_step
-from decentjax.schedule import every, in_fragments
+from decentjax.rounds import Rounds, init_rounds
+from decentjax.schedule import every
 from train.launch import check_port
 
 # Longer than any wait here should be, so that a deadlock is a failure.
@@ -56,7 +55,7 @@ def loss_fn(params, model_state, batch, key):
     return loss, (model_state, {})
 
 
-LOCAL = functools.partial(adapt, loss_fn=loss_fn, optimizer=OPTIMIZER)
+LOCAL = local_update(loss_fn=loss_fn, optimizer=OPTIMIZER)
 
 
 def start(num_workers, worker=None):
@@ -92,7 +91,9 @@ def run(
         party = party_of(book, [worker], **bind)
         mesh = party.mesh
         state = place(start(num_workers, worker), mesh)
-        peers = Peers(LOCAL, graph, party, way=way, patience=patience, used=used.append)
+        peers = Peers(
+            LOCAL, graph, party, merge=way, patience=patience, used=used.append
+        )
         with peers:
             for step, row in enumerate(batches(num_workers)):
                 time.sleep(delays(worker, step))
@@ -185,7 +186,7 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
         np.testing.assert_allclose(flat, versions[worker, STEPS], rtol=1e-5, atol=1e-6)
 
 
-STILL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.0))
+STILL = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.0))
 
 
 def rounds_run(how, folder, num_steps):
@@ -203,7 +204,7 @@ def rounds_run(how, folder, num_steps):
             init_state(params, OPTIMIZER, key, num_workers, (), [worker], extra), mesh
         )
         options = {"patience": math.inf, "used": used.append}
-        with PeerRounds(LOCAL, how, party, **options) as step:
+        with Peers(LOCAL, how, party, **options) as step:
             for t in range(num_steps):
                 batch = place(rows[t % STEPS, worker][None], mesh)
                 state, _ = step(state, batch, t)
@@ -239,15 +240,15 @@ def encoded(how, codec, sent=error_feedback, **options):
     [
         methods.diloco(3, 2),
         methods.noloco(4, 2, period=3),
-        Rounds(every(topology.ring(4), 3, delay=2)),
-        Rounds(every(topology.one_peer_exponential(3), 1, delay=1)),
-        Rounds(in_fragments(topology.ring(2), 4, [(0,), (1,)], delay=3)),
-        encoded(Rounds(every(topology.ring(3), 1, delay=1)), int8(4)),
-        encoded(Rounds(every(topology.complete(3), 5, delay=4)), top_k(0.75)),
-        encoded(Rounds(in_fragments(topology.ring(2), 4, PARTS, 3)), int4(2)),
+        Rounds(topology.ring(4), 3, delay=2),
+        Rounds(topology.one_peer_exponential(3), delay=1),
+        Rounds(topology.ring(2), 4, delay=3, fragments=[(0,), (1,)]),
+        encoded(Rounds(topology.ring(3), delay=1), int8(4)),
+        encoded(Rounds(topology.complete(3), 5, delay=4), top_k(0.75)),
+        encoded(Rounds(topology.ring(2), 4, delay=3, fragments=PARTS), int4(2)),
         encoded(methods.diloco(3, 2), top_k(0.5), drift, keep=0.9),
-        encoded(Rounds(every(topology.ring(4), 1)), int8(4), copies, step=0.5),
-        encoded(Rounds(every(topology.ring(2), 3, 2)), int2(2), copies, step=0.5),
+        encoded(Rounds(topology.ring(4)), int8(4), copies, step=0.5),
+        encoded(Rounds(topology.ring(2), 3, delay=2), int2(2), copies, step=0.5),
     ],
     ids=[
         "diloco",
@@ -271,8 +272,8 @@ def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
     extra = init_rounds(how, params)
     key = jax.random.key(0)
     state = init_state(params, OPTIMIZER, key, num_workers, extra=extra)
-    step = functools.partial(round_step, rounds=how, adapt=LOCAL)
-    train_step = simulate(step, how.schedule)
+    step = LOCAL
+    train_step = simulate(step, how)
     for t in range(num_steps):
         state, _ = train_step(state, rows[t % STEPS], t)
         for name, leaf in state.params.items():
@@ -288,7 +289,7 @@ def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
 
 @pytest.mark.parametrize("codec", [exact(), int4(2), top_k(0.75)])
 def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
-    how, sent, publish = Rounds(every(topology.ring(2), 1, 1)), [], Links.publish
+    how, sent, publish = Rounds(topology.ring(2), delay=1), [], Links.publish
 
     def counted(links, worker, peer, channel, arrays, said):
         sent.append(sum(x.nbytes for x in arrays))
@@ -305,7 +306,7 @@ def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
 @pytest.mark.parametrize("codec", [None, int8()], ids=["as they are", "int8"])
 def test_a_leaf_without_elements_stops_no_round(codec, tmp_path):
     """An array without elements would never come."""
-    how = Rounds(in_fragments(topology.ring(2), 2, [(0,), (1, 2)], 1))
+    how = Rounds(topology.ring(2), 2, delay=1, fragments=[(0,), (1, 2)])
     how = how if codec is None else encoded(how, codec)
     params = {"a": jnp.zeros(2), "b": jnp.zeros(0), "c": jnp.zeros(3)}
     party, extra, used = party_of(tmp_path, [0, 1]), init_rounds(how, params), []
@@ -313,7 +314,7 @@ def test_a_leaf_without_elements_stops_no_round(codec, tmp_path):
     state = init_state(params, OPTIMIZER, key, 2, extra=extra)
     state, batch = place((state, np.float32([1, 3])), party.mesh)
     options = {"patience": math.inf, "used": used.append}
-    with PeerRounds(LOCAL, how, party, **options) as step:
+    with Peers(LOCAL, how, party, **options) as step:
         for t in range(4):
             state, _ = step(state, batch, t)
     assert [(one.step, one.group) for one in used[::2]] == [
@@ -347,7 +348,7 @@ def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
         party = party_of(tmp_path / name, [0])
         state = init_state(params, OPTIMIZER, key, 2, (), [0], extra)
         state, batch = place((state, np.ones(1, "f4")), party.mesh)
-        with PeerRounds(LOCAL, how, party, patience=math.inf) as step:
+        with Peers(LOCAL, how, party, patience=math.inf) as step:
             return step(state, batch, 0)
 
     step(encoded(Rounds(plan), int8()), "model")
@@ -359,7 +360,7 @@ def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
     """Worker 1 has long gradients, behind which messages travel."""
-    how, times = Rounds(every(topology.ring(2), 1, delay=1)), {}
+    how, times = Rounds(topology.ring(2), delay=1), {}
     params = jax.tree.map(lambda x: x[0], start(1).params)
 
     def work(worker):
@@ -372,7 +373,7 @@ def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
             "record": lambda name, *_: time.sleep(0.7 * worker * (name == "compute")),
             "used": lambda one: times.update({worker: (time.monotonic(), one)}),
         }
-        with PeerRounds(LOCAL, how, party, **options) as it:
+        with Peers(LOCAL, how, party, **options) as it:
             for step in range(3):
                 state, _ = it(state, batch, step)
         return time.monotonic()
@@ -387,7 +388,7 @@ def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
 @pytest.mark.parametrize("codec", [None, int8(4)], ids=["as they are", "int8"])
 def test_a_late_peer_of_a_round_is_not_awaited(codec, tmp_path):
     """The only one who is there goes on with its own model."""
-    how = Rounds(every(topology.ring(3), 2, delay=1))
+    how = Rounds(topology.ring(3), 2, delay=1)
     how = how if codec is None else encoded(how, codec)
     party = party_of(tmp_path, [1])
     mesh = party.mesh
@@ -396,7 +397,7 @@ def test_a_late_peer_of_a_round_is_not_awaited(codec, tmp_path):
     key = jax.random.key(0)
     state = init_state(params, OPTIMIZER, key, 3, (), [1], extra)
     alone, _ = adapt_alone(params, 4)
-    with PeerRounds(LOCAL, how, party, used=used.append) as train_step:
+    with Peers(LOCAL, how, party, used=used.append) as train_step:
         state = place(state, mesh)
         for t in range(4):
             state, _ = train_step(state, place(np.float32([0.5]), mesh), t)
@@ -419,13 +420,13 @@ def adapt_alone(params, num_steps):
     ("how", "options", "words"),
     [
         (
-            Rounds(every(topology.ring(2), 2)),
+            Rounds(topology.ring(2), 2),
             {"patience": -1.0},
             "must not be negative",
         ),
-        (Rounds(every(topology.ring(2), 2)), {"workers": [2]}, "numbers from 0 to 1"),
+        (Rounds(topology.ring(2), 2), {"workers": [2]}, "numbers from 0 to 1"),
         (
-            encoded(Rounds(every(topology.ring(2), 2)), int8(), copies),
+            encoded(Rounds(topology.ring(2), 2), int8(), copies),
             {"patience": 9.0},
             "send changes, .* use patience=math.inf, got 9.0",
         ),
@@ -440,17 +441,17 @@ def adapt_alone(params, num_steps):
             "tracking run in the step: use on_mesh.round_step",
         ),
         (
-            encoded(Rounds(every(topology.exponential(5), 2)), int8(), copies),
+            encoded(Rounds(topology.exponential(5), 2), int8(), copies),
             {"patience": math.inf},
             "not symmetric: rounds that must miss no message need a graph",
         ),
         (
-            encoded(Rounds(every(topology.ring(2), 2)), int8(), shards=[SHARDED]),
+            encoded(Rounds(topology.ring(2), 2), int8(), shards=[SHARDED]),
             {},
             "leave the compression's shards at None",
         ),
         (
-            Rounds(every(topology.hierarchical(4, 2, topology.ring), 2)),
+            Rounds(topology.hierarchical(4, 2, topology.ring), 2),
             {},
             "need a graph of single workers",
         ),
@@ -459,7 +460,7 @@ def adapt_alone(params, num_steps):
 def test_rounds_that_peers_cannot_have_are_refused(how, options, words, tmp_path):
     party = party_of(tmp_path, options.pop("workers", [0]))
     with pytest.raises(ValueError, match=words):
-        PeerRounds(LOCAL, how, party, **options)
+        Peers(LOCAL, how, party, **options)
 
 
 def exchange_only(graph, book, way, num_steps):
@@ -476,7 +477,7 @@ def exchange_only(graph, book, way, num_steps):
         params, key = jnp.float32(worker), jax.random.key(0)
         state = init_state(params, optax.sgd(0.0), key, num_workers, workers=[worker])
         state, batch = place((state, jnp.zeros(1)), party.mesh)
-        peers = Peers(STILL, graph, party, way=way, patience=0.02)
+        peers = Peers(STILL, graph, party, merge=way, patience=0.02)
         with peers:
             # Not from step 0, before which all workers must have one model.
             for step in range(1, num_steps):
@@ -512,9 +513,9 @@ def test_the_mean_stays_however_late_swaps_are(graph, tmp_path):
 def test_swaps_need_a_graph_that_is_symmetric(tmp_path):
     party = party_of(tmp_path, [0])
     with pytest.raises(ValueError, match="exponential is not symmetric: swaps need"):
-        Peers(LOCAL, topology.exponential(5), party, way="swaps")
+        Peers(LOCAL, topology.exponential(5), party, merge="swaps")
     with pytest.raises(ValueError, match="way must be one of arrived, swaps, got 'swa"):
-        Peers(LOCAL, topology.ring(4), party, way="swap")
+        Peers(LOCAL, topology.ring(4), party, merge="swap")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from scipy import stats
 
 from decentjax import (
     AXIS,
-    adapt,
-    awc_step,
     init_state,
     on_mesh,
     over_workers,
@@ -145,8 +143,8 @@ def start(num_workers):
 
 def test_a_policy_compiles_each_exchange_once():
     optimizer = optax.sgd(0.1)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = functools.partial(awc_step, adapt=measured(local))
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    step = measured(local)
     made = policy.holding(policy.ladder(8), target=0.1)
     train_step, state = simulate(step, made.menu), start(8)
     batch = jax.random.normal(jax.random.key(1), (8,))
@@ -167,10 +165,10 @@ def test_a_policy_compiles_each_exchange_once():
 
 
 def test_norms_are_of_the_models_before_they_are_averaged():
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    local = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.1))
     batch = jnp.arange(4.0)
     for before in (True, False):
-        step = functools.partial(awc_step, adapt=measured(local, before))
+        step = measured(local, before)
         state = start(4)
         new, metrics = simulate(step, topology.ring(4))(start(4), batch, 0)
         params = state.params if before else new.params
@@ -188,10 +186,8 @@ def test_norms_stand_in_the_way_of_nothing():
     mesh, names = worker_mesh(4), []
     state, batch = place((start(4), jnp.arange(4.0)), mesh)
     for wrap in (measured, lambda adapt: adapt):
-        local = wrap(
-            functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
-        )
-        step = on_mesh(functools.partial(awc_step, adapt=local), topology.ring(4), mesh)
+        local = wrap(local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.1)))
+        step = on_mesh(local, topology.ring(4), mesh)
         names.append(collective_names(step.lower(state, batch, 0).compile().as_text()))
     whole, without = names
     assert whole == without != []
@@ -352,9 +348,9 @@ def test_a_metric_is_not_replaced_by_what_is_measured():
         return jnp.sum((params - batch) ** 2), (model_state, {"norms": params.sum()})
 
     optimizer = optax.sgd(0.1)
-    local = measured(functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer))
+    local = measured(local_update(loss_fn=loss_fn, optimizer=optimizer))
     state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), num_workers=2)
-    step = simulate(functools.partial(awc_step, adapt=local), topology.complete(2))
+    step = simulate(local, topology.complete(2))
     with pytest.raises(
         TypeError, match="'norms', which is the name of the norms: give"
     ):

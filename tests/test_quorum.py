@@ -1,7 +1,6 @@
 """Rounds that end without late workers: what they merge, and whom they await."""
 
 import concurrent.futures
-import functools
 import math
 import threading
 import time
@@ -11,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from decentjax.gossip.peer_rounds import from_anchor, of_permutations
 from parties import party_of
 from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
-from decentjax import adapt, init_state, methods, place, round_step, simulate, topology
+from decentjax import init_state, methods, place, simulate, topology
 from decentjax._core.patience import Waits
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
@@ -23,7 +23,6 @@ from decentjax.gossip import (
     Elastic,
     Folder,
     Guard,
-    PeerRounds,
     Peers,
     Quorum,
     Taken,
@@ -32,7 +31,6 @@ from decentjax.gossip import (
     count_examples,
     replay,
 )
-from decentjax.gossip.peer_rounds import from_anchor, of_permutations
 from decentjax.gossip.quorum import (
     NUM_PARTS,
     Contribution,
@@ -41,7 +39,7 @@ from decentjax.gossip.quorum import (
 )
 from decentjax.links import Links, Piece, Said
 from decentjax.rounds import Rounds, init_rounds
-from decentjax.schedule import every, in_fragments
+from decentjax.schedule import every
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 6
@@ -63,7 +61,7 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
         own = params, OPTIMIZER, key, num_workers, (), [worker], extra
         state = place(init_state(*own), party.mesh)
         given = {"patience": LONG, "used": used.append, "quorum": quorum, **options}
-        with PeerRounds(LOCAL, how, party, **given) as step:
+        with Peers(LOCAL, how, party, **given) as step:
             t = 0
             while (t := step.due(t) if skips else t) < num_steps:
                 time.sleep(delays(worker, t))
@@ -87,10 +85,12 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
         methods.diloco(2, 3),
         methods.diloco(3, 2),
         methods.diloco(5, 3),
-        Rounds(every(topology.complete(3), 3, delay=2)),
-        Rounds(every(topology.damped(topology.ring(4), 0.5), 2, delay=1)),
-        Rounds(in_fragments(topology.complete(3), 4, PARTS, 3), optax.sgd(0.7, 0.9)),
-        Rounds(every(topology.base_k(3, 1), 2, delay=1)),
+        Rounds(topology.complete(3), 3, delay=2),
+        Rounds(topology.damped(topology.ring(4), 0.5), 2, delay=1),
+        Rounds(
+            topology.complete(3), 4, delay=3, fragments=PARTS, outer=optax.sgd(0.7, 0.9)
+        ),
+        Rounds(topology.base_k(3, 1), 2, delay=1),
     ],
     ids=["one", "two", "diloco", "five", "late", "ring", "fragments", "changing"],
 )
@@ -104,8 +104,8 @@ def test_with_all_contributions_the_numbers_are_those_of_the_step(
     rows, params = batches(num_workers), first(num_workers)
     extra, key = init_rounds(how, params), jax.random.key(0)
     state = init_state(params, OPTIMIZER, key, num_workers, extra=extra)
-    step = functools.partial(round_step, rounds=how, adapt=LOCAL)
-    train_step = simulate(step, how.schedule)
+    step = LOCAL
+    train_step = simulate(step, how)
     for t in range(num_steps):
         state, _ = train_step(state, rows[t % STEPS], t)
         for worker, (found, _) in enumerate(results):
@@ -260,14 +260,10 @@ def test_the_last_contribution_of_who_has_ended_counts_for_its_round(three):
 
 def test_who_joins_begins_from_its_anchor():
     """What the peer has learned since counts as the peer's, sent or not."""
-    how = Rounds(every(topology.complete(2), 4, delay=3), optax.sgd(0.7, 0.9))
+    how = Rounds(topology.complete(2), 4, delay=3, outer=optax.sgd(0.7, 0.9))
     params = first(2)
     state = init_state(
-        jax.tree.map(lambda x: x + 1, params),
-        OPTIMIZER,
-        jax.random.key(0),
-        2,
-        extra=init_rounds(how, params),
+        jax.tree.map(lambda x: x + 1, params), OPTIMIZER, jax.random.key(0), how
     )
     found = from_anchor(state)
     for name, leaf in params.items():
@@ -363,7 +359,7 @@ def test_a_guard_names_what_is_far(action, three):
 def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
     """Clipping moves the model, and not the weights, whatever W_ii is."""
     graph = topology.damped(topology.complete(4), (1 - own) * 4 / 3)
-    how = Rounds(every(graph, 1)).schedule
+    how = Rounds(graph).schedule
     quorum = Quorum(weights="equal", guard=Guard(2.0, "clip"))
     merge = QuorumMeans(None, of_permutations("", graph), quorum, how)
     away = np.array([3, -2], np.float32)  # From 0, where no weight counts.
@@ -429,13 +425,13 @@ def test_what_no_quorum_can_be_is_refused(make, words):
 )
 def test_rounds_that_no_quorum_can_end_are_refused(options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        PeerRounds(LOCAL, methods.diloco(3, 2), party_of(tmp_path, [0]), **options)
+        Peers(LOCAL, methods.diloco(3, 2), party_of(tmp_path, [0]), **options)
 
 
 def test_a_quorum_merges_whole_models(tmp_path):
-    how = Rounds(every(topology.complete(3), 2), compression=error_feedback(int8()))
+    how = Rounds(topology.complete(3), 2, compression=error_feedback(int8()))
     with pytest.raises(ValueError, match="a quorum and elastic peers merge whole"):
-        PeerRounds(LOCAL, how, party_of(tmp_path, [0]), quorum=Quorum())
+        Peers(LOCAL, how, party_of(tmp_path, [0]), merge=Quorum())
 
 
 def test_an_auto_patience_is_for_models_that_stand_for_the_earlier_ones(tmp_path):
@@ -444,7 +440,7 @@ def test_an_auto_patience_is_for_models_that_stand_for_the_earlier_ones(tmp_path
             LOCAL,
             topology.ring(3),
             party_of(tmp_path, [0]),
-            way="swaps",
+            merge="swaps",
             patience=AutoPatience(),
         )
 
@@ -512,7 +508,7 @@ def attacked(folder, attack, quorum, num_workers=8, num_steps=60):
         own = params, OPTIMIZER, key, num_workers, (), [worker], extra
         state = place(init_state(*own), party.mesh)
         given = {"patience": LONG, "quorum": quorum}
-        with PeerRounds(LOCAL, how, party, **given) as step:
+        with Peers(LOCAL, how, party, **given) as step:
             for t in range(num_steps):
                 batch = place(np.float32(rows[t, worker])[None], party.mesh)
                 step._open(state, batch, t)
@@ -559,9 +555,9 @@ def test_one_of_eight_that_sends_what_it_likes_does_little(attack, tmp_path):
 
 def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
     """The peer has sent it once its learning rate was at its step."""
-    how = Rounds(every(topology.complete(2), 4))
+    how = Rounds(topology.complete(2), 4)
     optimizer = optax.sgd(0.125, momentum=0.5)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     params, key = first(2), jax.random.key(0)
     extra = init_rounds(how, params)
     states = [
@@ -593,7 +589,9 @@ def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
     "how",
     [
         methods.diloco(3, 2),
-        Rounds(in_fragments(topology.complete(3), 4, PARTS, 3), optax.sgd(0.7, 0.9)),
+        Rounds(
+            topology.complete(3), 4, delay=3, fragments=PARTS, outer=optax.sgd(0.7, 0.9)
+        ),
     ],
     ids=["diloco", "fragments"],
 )

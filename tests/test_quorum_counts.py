@@ -7,13 +7,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decentjax.gossip.peer_rounds import of_permutations
 from parties import party_of
 from test_peers import LOCAL
 
 from decentjax import topology
 from decentjax.exchange import Topology
-from decentjax.gossip import PeerRounds, Quorum
-from decentjax.gossip.peer_rounds import of_permutations
+from decentjax.gossip import Quorum
 from decentjax.gossip.quorum import QuorumMeans
 from decentjax.links import Message
 from decentjax.rounds import Rounds
@@ -235,11 +235,11 @@ def test_each_step_counts_once_whatever_happens_to_its_message(seed):
 @pytest.mark.parametrize("delay", range(4))
 @pytest.mark.parametrize("step", [3, 5, 6, 7])
 def test_who_joins_counts_what_its_peer_had_not_merged(delay, step, tmp_path):
-    how = Rounds(every(topology.complete(2), 3, delay))
+    how = Rounds(topology.complete(2), 3, delay=delay)
     at = [how.schedule[t] for t in range(step)]
     merged = sum((x.receives if delay else x.sends) is not None for x in at)
     party, post = party_of(tmp_path, [0]), Post()
-    peers = PeerRounds(LOCAL, how, party, quorum=Quorum(), patience=1.0)
+    peers = Peers(LOCAL, how, party, merge=Quorum(), patience=1.0)
     own, other = (means(how.schedule, post, Quorum(discount=1.0)) for _ in range(2))
     peers._round_port._way = own
     peers._round_port.forget(step)

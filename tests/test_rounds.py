@@ -19,10 +19,8 @@ from decentjax import (
     AXIS,
     Lowering,
     WorkerState,
-    adapt,
     atc_step,
     awc_step,
-    decentralize_rounds,
     init_state,
     methods,
     on_mesh,
@@ -37,7 +35,6 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
-from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 from decentjax.train_step import TrainStep
@@ -80,7 +77,7 @@ def loss_fn(params, model_state, batch, key):
 
 
 def bind(optimizer):
-    return functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    return local_update(loss_fn=loss_fn, optimizer=optimizer)
 
 
 def run(how, n, num_steps, where="simulated", optimizer=SGD):
@@ -89,11 +86,11 @@ def run(how, n, num_steps, where="simulated", optimizer=SGD):
         params = model(jnp.float64)
         extra = init_rounds(how, params)
         state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
-        step = functools.partial(round_step, rounds=how, adapt=bind(optimizer))
-        train_step, mesh = simulate(step, how.schedule), None
+        step = bind(optimizer)
+        train_step, mesh = simulate(step, how), None
         if where == "mesh":
             mesh = worker_mesh(n)
-            train_step, state = on_mesh(step, how.schedule, mesh), place(state, mesh)
+            train_step, state = on_mesh(step, how, mesh), place(state, mesh)
         found = []
         for t, batch in enumerate(targets(n, num_steps)):
             rows = jnp.asarray(batch[:, None])
@@ -239,7 +236,7 @@ def test_noloco_is_its_code(n):
 def test_a_late_round_keeps_what_a_worker_has_learned_since():
     n, delay = 4, 3
     graph = topology.one_peer_ring(n)
-    how = Rounds(every(graph, 4, delay))
+    how = Rounds(graph, 4, delay=delay)
     x, wanted, sent = initial(n), [], None
     for t, batch in enumerate(targets(n, 14)):
         if t % 4 == 0:
@@ -264,11 +261,11 @@ def test_rounds_of_each_step_are_the_plain_steps_bit_for_bit(step, delay, where)
     graph = topology.alternating_exponential_ring(4, 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
     local = bind(optimizer)
-    how = Rounds(every(graph, 1, delay))
+    how = Rounds(graph, delay=delay)
     models = []
     for plan, function in (
         (graph, functools.partial(step, adapt=local)),
-        (how.schedule, functools.partial(round_step, rounds=how, adapt=local)),
+        (how.schedule, local),
     ):
         extra = () if plan is graph else init_rounds(how, model())
         state = init_state(model(), optimizer, jax.random.key(0), 4, extra=extra)
@@ -302,8 +299,8 @@ def test_counters_and_leaves_that_stay_at_home_are_not_averaged():
     def still(state, batch, mixed):
         return state._replace(params=mixed), {}
 
-    step = functools.partial(round_step, rounds=how, adapt=still)
-    state, _ = simulate(step, how.schedule)(state, jnp.zeros((2, 1)), 0)
+    step = still
+    state, _ = simulate(step, how)(state, jnp.zeros((2, 1)), 0)
     np.testing.assert_array_equal(state.params["a"], np.full((2, 3), 0.5))
     np.testing.assert_array_equal(state.params["b"][1], np.ones((2, 2)))
     np.testing.assert_array_equal(state.params["count"], [3, 8])
@@ -360,9 +357,9 @@ COUNTED = [jnp.ones(3), jnp.array(0)]
 
 def run_without_extra():
     how, optimizer = methods.diloco(2, 2), optax.sgd(RATE)
-    step = functools.partial(round_step, rounds=how, adapt=bind(optimizer))
+    step = bind(optimizer)
     state = init_state(model(), optimizer, jax.random.key(0), 2)
-    simulate(step, how.schedule)(state, jnp.zeros((2, 1, 7)), 0)
+    simulate(step, how)(state, jnp.zeros((2, 1, 7)), 0)
 
 
 @pytest.mark.parametrize(
@@ -397,19 +394,21 @@ def run_without_extra():
         (lambda: run_without_extra(), "pass to init_state extra=init_rounds"),
         (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
         (
-            lambda: Rounds(every(RING, 1), optax.sgd(0.7)),
+            lambda: Rounds(RING, outer=optax.sgd(0.7)),
             "this schedule averages them in every step",
         ),
         (
-            lambda: init_rounds(Rounds(in_fragments(RING, 4, [(9,)])), model()),
+            lambda: init_rounds(Rounds(RING, 4, delay=1, fragments=[(9,)]), model()),
             "sends leaf 9, counted from 0, and the model has 2",
         ),
         (
-            lambda: init_rounds(Rounds(in_fragments(RING, 4, [(0,), (1,)])), COUNTED),
+            lambda: init_rounds(
+                Rounds(RING, 4, delay=1, fragments=[(0,), (1,)]), COUNTED
+            ),
             r"there is none among the leaves \(1,\), whose round would send nothing",
         ),
         (
-            lambda: init_rounds(Rounds(every(RING, 4)), COUNTED[1:]),
+            lambda: init_rounds(Rounds(RING, 4), COUNTED[1:]),
             "there is none among the leaves of the model, whose round",
         ),
     ],
@@ -423,11 +422,11 @@ def test_rounds_without_sense_are_refused(make, words):
 def test_a_run_goes_on_in_the_middle_of_a_round():
     """All that a round needs is in the state."""
     how = methods.streaming_diloco(4, model(), 5, 2, delay=4)
-    step = functools.partial(round_step, rounds=how, adapt=bind(optax.sgd(RATE)))
+    step = bind(optax.sgd(RATE))
     data = jnp.asarray(targets(4, 12)[:, :, None], jnp.float32)
     optimizer, extra = optax.sgd(RATE), init_rounds(how, model())
     state = init_state(model(), optimizer, jax.random.key(0), 4, extra=extra)
-    kept, train_step = {}, simulate(step, how.schedule)
+    kept, train_step = {}, simulate(step, how)
     for t in range(12):
         kept[t] = jax.device_get(state._replace(key=jax.random.key_data(state.key)))
         state, _ = train_step(state, data[t], t)
@@ -435,7 +434,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         again = kept[middle]
         again = again._replace(key=jax.random.wrap_key_data(again.key))
         again = jax.tree.map(jnp.asarray, again)
-        train_step = simulate(step, how.schedule)
+        train_step = simulate(step, how)
         for t in range(middle, 12):
             again, _ = train_step(again, data[t], t)
         jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
@@ -449,7 +448,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         methods.diloco(4, 3),
         methods.noloco(4, 2),
         methods.streaming_diloco(4, model(), 5, 2, delay=3),
-        encoded(Rounds(every(topology.ring(4), 2, delay=1)), top_k(0.75)),
+        encoded(Rounds(topology.ring(4), 2, delay=1), top_k(0.75)),
         encoded(methods.streaming_diloco(4, model(), 5, 2, 3), top_k(0.5), drift),
     ],
     ids=["diloco", "noloco", "streaming", "encoded", "encoded streaming"],
@@ -457,7 +456,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
 def test_as_a_transformation_rounds_do_what_the_step_does(how):
     optimizer = optax.chain(
         optax.clip_by_global_norm(100.0),
-        decentralize_rounds(optax.sgd(RATE), how, "workers"),
+        decentralize(optax.sgd(RATE), how, "workers"),
     )
 
     @functools.partial(jax.jit, static_argnums=3)
@@ -480,10 +479,10 @@ def test_as_a_transformation_rounds_do_what_the_step_does(how):
 @pytest.mark.slow
 def test_a_transformation_rounds_apart_on_each_worker_and_step():
     """Of equal models exchanges change nothing but by the noise of the codec."""
-    how = encoded(Rounds(every(topology.ring(4), 1)), int8())
+    how = encoded(Rounds(topology.ring(4)), int8())
 
     def moves(seed):
-        optimizer = decentralize_rounds(optax.sgd(0.0), how, "workers", seed=seed)
+        optimizer = decentralize(optax.sgd(0.0), how, "workers", seed=seed)
         found, models = [], jax.tree.map(lambda x: jnp.stack([x] * 4), model())
         state = jax.vmap(optimizer.init)(models)
         memory = state.extra.coded.memory
@@ -513,7 +512,7 @@ def over_workers_of_step(function):
 
 def test_a_transformation_of_rounds_may_have_nothing_to_average():
     """As where a mask or `multi_transform` leaves it no leaf."""
-    inner = decentralize_rounds(optax.sgd(RATE), methods.diloco(2, 3), "workers")
+    inner = decentralize(optax.sgd(RATE), methods.diloco(2, 3), "workers")
     both = {"a": optax.sgd(RATE), "unused": inner}
     optimizer = optax.multi_transform(both, {"w": "a"})
     params = {"w": jnp.ones((2, 3))}
@@ -529,7 +528,7 @@ def test_a_transformation_of_rounds_may_have_nothing_to_average():
 TURNS = {
     "diloco": methods.diloco(4, 3),
     "noloco": methods.noloco(4, 2, period=3),
-    "late": Rounds(every(topology.one_peer_exponential(4), 3, delay=3)),
+    "late": Rounds(topology.one_peer_exponential(4), 3, delay=3),
     "streaming": methods.streaming_diloco(4, model(), 6, 2, delay=5),
     "long delay": methods.streaming_diloco(4, model(), 5, 2, delay=4),
     "encoded": encoded(methods.streaming_diloco(4, model(), 5, 2, 3), int8(), drift),
@@ -543,7 +542,7 @@ TURNS = {
 @pytest.mark.parametrize("where", [None, 4], ids=["simulated", "mesh"])
 def test_a_transformation_of_rounds_may_count_its_steps(how, where):
     """Told the step, the step modulo the period, or nothing: the same numbers."""
-    optimizer = decentralize_rounds(optax.sgd(RATE), how, "workers")
+    optimizer = decentralize(optax.sgd(RATE), how, "workers")
     mesh = None if where is None else worker_mesh(where)
     data = jnp.asarray(targets(4, 20)[:, :, None], jnp.float32)
     start = jax.tree.map(lambda x: jnp.stack([x] * 4), model())
@@ -571,7 +570,7 @@ def test_a_transformation_of_rounds_may_count_its_steps(how, where):
 
 
 def test_a_counting_round_fits_a_scan_and_runs_one_branch():
-    optimizer = decentralize_rounds(optax.sgd(RATE), methods.diloco(4, 50), "workers")
+    optimizer = decentralize(optax.sgd(RATE), methods.diloco(4, 50), "workers")
 
     def trained(params, batch):
         def body(carry, _):
@@ -597,7 +596,7 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
     [
         methods.diloco(4, 3),
         methods.streaming_diloco(4, model(), 5, 2, delay=4),
-        Rounds(every(topology.ring(4), 2, delay=1)),
+        Rounds(topology.ring(4), 2, delay=1),
         methods.gradient_tracking(topology.ring(4)),
     ],
     ids=["diloco", "streaming", "shift", "tracking"],
@@ -620,7 +619,7 @@ def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
         step = functools.partial(
             round_step, rounds=how, adapt=bind(SGD), mix=default_mix(how, shards)
         )
-        train_step = on_mesh(step, how.schedule, mesh)
+        train_step = on_mesh(step, how, mesh)
         for t, batch in enumerate(targets(4, 11)):
             state, _ = train_step(state, put(jnp.asarray(batch[:, None])), t)
             np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
@@ -670,7 +669,7 @@ CODED = {
 @pytest.mark.parametrize("name", CODED)
 def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
     encoded, codec, options, schedule, outer = CODED[name]
-    local = functools.partial(adapt, loss_fn=columns_loss, optimizer=SGD)
+    local = local_update(loss_fn=columns_loss, optimizer=SGD)
 
     def start(how, params):
         extra = init_rounds(how, params)
@@ -684,11 +683,9 @@ def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
     params = model()
     b = params.pop("b")
     wanted = start(apart, {**params, "b0": b[:, 0], "b1": b[:, 1]})
-    by_leaf = simulate(
-        functools.partial(round_step, rounds=apart, adapt=local), schedule
-    )
+    by_leaf = simulate(local, schedule)
     how = Rounds(schedule, outer, compression=encoded(codec, **options, shards=CUT))
-    step = functools.partial(round_step, rounds=how, adapt=local)
+    step = local
     by_shard = on_mesh(step, schedule, SLICES)
     state = jax.tree.map(put, start(how, model()))
     shapes = jax.tree.map(jnp.shape, state)
@@ -708,7 +705,7 @@ def test_between_slices_only_encoded_shards_travel():
     """Device 2 i + k holds column k of worker i: in 8 bits two bytes and a scale."""
     schedule = every(topology.one_peer_ring(4), 2, delay=1)
     how = Rounds(schedule, compression=error_feedback(int8(), shards=CUT))
-    step = functools.partial(round_step, rounds=how, adapt=bind(SGD))
+    step = bind(SGD)
     extra = init_rounds(how, model())
     state = init_state(model(), SGD, jax.random.key(0), 4, extra=extra)
     whole = functools.partial(step, event=schedule[0])
@@ -731,9 +728,7 @@ def test_noise_differs_between_shards():
     schedule = every(topology.ring(4), 1)
     how = Rounds(schedule, compression=error_feedback(int8(), shards=WIDE))
     params = {"b": jnp.tile(jnp.linspace(-1, 1, 512)[:, None], (1, 2))}
-    state = init_state(
-        params, SGD, jax.random.key(0), 4, extra=init_rounds(how, params)
-    )
+    state = init_state(params, SGD, jax.random.key(0), how)
     begin = over_workers(functools.partial(send, how, None), SLICES)
     coded = jax.jit(begin)(state).extra.coded
     left, right = coded.memory[0][0].T
@@ -741,22 +736,22 @@ def test_noise_differs_between_shards():
 
 
 def test_the_shards_of_encoded_leaves_are_the_compressions():
-    how = Rounds(every(topology.ring(4), 2), compression=error_feedback(int8()))
+    how = Rounds(topology.ring(4), 2, compression=error_feedback(int8()))
     with pytest.raises(ValueError, match=r"error_feedback\(\.\.\., shards=NamedSh"):
         default_mix(how, {"a": PartitionSpec()})
     coded = Rounds(how.schedule, compression=error_feedback(int8(), shards=CUT))
     with pytest.raises(ValueError, match="slices are not encoded: leave the compres"):
-        BackgroundRounds(bind(SGD), coded, worker_mesh(4))
+        Background(bind(SGD), coded, worker_mesh(4))
     with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
         error_feedback(int8(), shards={"a": PartitionSpec("model")})
 
 
 def test_in_a_second_thread_too_the_state_carries_what_was_sent():
-    how = Rounds(every(topology.ring(4), 2, 1))
+    how = Rounds(topology.ring(4), 2, delay=1)
     state = init_state(model(), SGD, jax.random.key(0), 4)
     state = place(state, worker_mesh(4))
     with (
-        BackgroundRounds(bind(SGD), how, worker_mesh(4)) as train_step,
+        Background(bind(SGD), how, worker_mesh(4)) as train_step,
         pytest.raises(TypeError, match=r"extra=init_rounds.*, got tuple"),
     ):
         train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
@@ -764,7 +759,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
 
 def test_tracking_in_a_second_thread_is_refused():
     with pytest.raises(ValueError, match="tracking run in the step: use on_mesh"):
-        BackgroundRounds(bind(SGD), methods.gradient_tracking(RING), worker_mesh(4))
+        Background(bind(SGD), methods.gradient_tracking(RING), worker_mesh(4))
 
 
 @pytest.mark.slow
@@ -775,23 +770,19 @@ def test_tracking_in_a_second_thread_is_refused():
         methods.diloco(4, 3),
         methods.noloco(4, 2, period=2),
         methods.streaming_diloco(4, model(), 5, 2, delay=4),
-        Rounds(every(topology.one_peer_ring(4), 2, delay=2)),
-        Rounds(every(topology.one_peer_ring(4), 1, delay=1)),
-        Rounds(every(topology.one_peer_ring(4), 1)),
-        Rounds(every(RING, 1, delay=1), merge=blend(0.25)),
+        Rounds(topology.one_peer_ring(4), 2, delay=2),
+        Rounds(topology.one_peer_ring(4), delay=1),
+        Rounds(topology.one_peer_ring(4)),
+        Rounds(RING, delay=1, merge=blend(0.25)),
+        Rounds(topology.one_peer_ring(4), delay=1, compression=error_feedback(int8())),
         Rounds(
-            every(topology.one_peer_ring(4), 1, delay=1),
-            compression=error_feedback(int8()),
-        ),
-        Rounds(
-            every(topology.complete(4), 3, delay=3),
-            optax.sgd(0.7, 0.9, nesterov=True),
+            topology.complete(4),
+            3,
+            delay=3,
+            outer=optax.sgd(0.7, 0.9, nesterov=True),
             compression=drift(top_k(0.5), keep=0.9),
         ),
-        Rounds(
-            every(RING, 2, delay=2),
-            compression=copies(top_k(0.5), step=0.5),
-        ),
+        Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), step=0.5)),
     ],
     ids=[
         *("diloco", "noloco", "streaming", "shift", "each step", "after", "blend"),
@@ -809,7 +800,7 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
         spans, found = [], []
         options = {"lowering": Lowering(), "record": lambda *span: spans.append(span)}
         for part in (range(7), range(7, 13)):
-            with BackgroundRounds(bind(optimizer), how, mesh, **options) as train_step:
+            with Background(bind(optimizer), how, mesh, **options) as train_step:
                 for t in part:
                     state, _ = train_step(state, rows[t], t)
                     found.append(flat(state.params))
@@ -827,12 +818,12 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
 
 def test_in_a_second_thread_an_empty_leaf_stays_at_home():
     """A codec finds no block in it."""
-    how = Rounds(every(topology.ring(4), 1, 1), compression=error_feedback(top_k(0.75)))
+    how = Rounds(topology.ring(4), delay=1, compression=error_feedback(top_k(0.75)))
     params, mesh = model() | {"empty": jnp.zeros(0)}, worker_mesh(4)
     key, extra = jax.random.key(0), init_rounds(how, params)
     state = place(init_state(params, SGD, key, 4, extra=extra), mesh)
     batch = place(jnp.asarray(targets(4, 1)[0][:, None], jnp.float32), mesh)
-    with BackgroundRounds(bind(SGD), how, mesh) as train_step:
+    with Background(bind(SGD), how, mesh) as train_step:
         state, _ = train_step(state, batch, 0)
     assert state.params["empty"].shape == (4, 0)
 
@@ -855,7 +846,7 @@ def test_fragments_fly_while_all_steps_of_their_delay_are_computed():
     state = place(init_state(model(), SGD, jax.random.key(0), 4, extra=extra), mesh)
     rows = [place(jnp.float32(x[:, None]), mesh) for x in targets(4, num_steps)]
     options = {"lowering": Lowering(), "record": record}
-    with BackgroundRounds(bind(SGD), how, mesh, **options) as train_step:
+    with Background(bind(SGD), how, mesh, **options) as train_step:
         for t in range(num_steps):
             state, _ = train_step(state, rows[t], t)
         train_step.settle()

@@ -19,15 +19,12 @@ from decentjax import (
     Permutations,
     Rounds,
     Topology,
-    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
     codec,
     consensus_distance,
     decentralize,
-    decentralize_atc,
-    decentralize_rounds,
     dispersion,
     global_mean,
     init_rounds,
@@ -336,25 +333,23 @@ ROUNDS = {
     "late": _encoded(schedule.every(RING, 2, delay=2), codec.int4()),
     "copies": _encoded(schedule.every(RING, 2), codec.top_k(0.5), copies, step=0.5),
     "drift": Rounds(
-        schedule.every(COMPLETE, 2),
-        outer=optax.sgd(0.7, momentum=0.9),
-        compression=drift(codec.int4()),
+        COMPLETE, 2, outer=optax.sgd(0.7, momentum=0.9), compression=drift(codec.int4())
     ),
 }
 COMPOSED = {
     "told": (decentralize(optax.adam(0.1), TWO_KINDS, AXIS), True),
     "counting": (decentralize(optax.adam(0.1), NOW_AND_THEN, AXIS), False),
     "counting_rounds": (
-        decentralize_rounds(optax.sgd(0.1), ROUNDS["late"], AXIS),
+        decentralize(optax.sgd(0.1), ROUNDS["late"], AXIS),
         False,
     ),
     "noisy": (
         decentralize(optax.noisy_sgd(0.1, key=jax.random.key(0)), NOW_AND_THEN, AXIS),
         False,
     ),
-    "atc": (decentralize_atc(optax.adam(0.1), TWO_KINDS, AXIS), True),
+    "atc": (decentralize(optax.adam(0.1), Rounds(TWO_KINDS), AXIS), True),
     **{
-        name: (decentralize_rounds(optax.sgd(0.1), rounds, AXIS), True)
+        name: (decentralize(optax.sgd(0.1), rounds, AXIS), True)
         for name, rounds in ROUNDS.items()
     },
 }
@@ -401,10 +396,8 @@ def test_micro_batches_lie_as_their_batch(kinds):
         return jnp.mean((params["cut"][None] - batch) ** 2), (model_state, {})
 
     optimizer, mesh = optax.sgd(0.1), _mesh(2, kinds)
-    local = functools.partial(
-        adapt, loss_fn=loss_fn, optimizer=optimizer, num_micro_batches=2
-    )
-    step = functools.partial(awc_step, adapt=local)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer, num_micro_batches=2)
+    step = local
     rows = np.random.default_rng(0).standard_normal((2, 8, 8, 6)).astype("float32")
 
     def started():
@@ -430,7 +423,7 @@ def _started(extra=()):
 
 
 def _bound(step, **options):
-    local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optax.adam(0.1))
+    local = local_update(loss_fn=_loss_fn, optimizer=optax.adam(0.1))
     return functools.partial(step, adapt=local, **options)
 
 
@@ -464,7 +457,7 @@ def test_a_state_keeps_its_shards_on_a_mesh(step, kinds):
 def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, step, kinds):
     """Of an optimizer with random keys, which all-reduce makes the same on all."""
     optimizer = optax.noisy_sgd(0.1, key=jax.random.key(0))
-    local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=_loss_fn, optimizer=optimizer)
     bound = functools.partial(step, exchange=RING[0], adapt=local)
     first = {name: x[0] for name, x in _models(1).items()}
     state = init_state(first, optimizer, jax.random.key(0), 4)
@@ -505,8 +498,8 @@ def test_encoded_rounds_keep_shards_on_a_mesh(name, kinds):
     def started():
         return _started(init_rounds(rounds, first))
 
-    wanted = _trained(simulate(step, rounds.schedule), *started())[0].params
-    train_step = on_mesh(step, rounds.schedule, mesh)
+    wanted = _trained(simulate(step, rounds), *started())[0].params
+    train_step = on_mesh(step, rounds, mesh)
     state, _ = _trained(train_step, *_placed(started(), mesh))
     _assert_in_shards((state.params, state.opt_state, state.extra.coded.memory))
     _assert_close(state.params, wanted, 1e-5)

@@ -41,7 +41,6 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
-from decentjax.schedule import every
 from decentjax.updates import gradient
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
@@ -87,11 +86,8 @@ def _problem(num_workers):
 
 def _bind(step, optimizer, loss_fn=quadratic, num_micro_batches=1, **mixing):
     """The step with `adapt` bound, and `mix` where its options are given."""
-    local = functools.partial(
-        adapt,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        num_micro_batches=num_micro_batches,
+    local = local_update(
+        loss_fn=loss_fn, optimizer=optimizer, num_micro_batches=num_micro_batches
     )
     if step is adapt:
         return local
@@ -1033,14 +1029,14 @@ def test_arrays_that_a_step_cannot_have_are_refused_by_name(kind, num_workers):
     def loss_fn(params, model_state, batch, key):
         return ((params["w"] - batch["x"]) ** 2).sum(), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     put = functools.partial(place, mesh=worker_mesh(num_workers))
     if kind == "all-reduce":
         run = gossip.AllReduce(local, worker_mesh(num_workers))
     elif kind == "background":
         run = gossip.Background(local, graph, worker_mesh(num_workers))
     else:
-        step = functools.partial(awc_step, adapt=local)
+        step = local
         run = contextlib.nullcontext(_placed(step, graph, kind == "simulated"))
         put = (lambda x: x) if kind == "simulated" else put
     key, seen = jax.random.key(0), {"seen": jnp.ones(3)}
@@ -1117,10 +1113,10 @@ def test_a_complex_model_descends():
         def loss_of_parts(params, model_state, batch, key):
             return jnp.mean(jnp.abs(params - batch) ** 2), (model_state, {})
 
-        local = functools.partial(
-            adapt, loss_fn=loss_of_parts, optimizer=optimizer, num_micro_batches=parts
+        local = local_update(
+            loss_fn=loss_of_parts, optimizer=optimizer, num_micro_batches=parts
         )
-        step = simulate(functools.partial(awc_step, adapt=local), topology.ring(4))
+        step = simulate(local, topology.ring(4))
         params = jnp.zeros((), jnp.complex64)
         state = init_state(params, optimizer, jax.random.key(0), 4)
         batch = jnp.full((4, 2), 1 + 2j)
@@ -1136,8 +1132,8 @@ def test_an_optimizer_that_takes_the_loss_has_it():
     def loss_fn(params, model_state, batch, key):
         return jnp.sum(params**2), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = simulate(functools.partial(awc_step, adapt=local), topology.ring(3))
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    step = simulate(local, topology.ring(3))
     state = init_state(jnp.ones(2), optimizer, jax.random.key(0), 3)
     for t in range(4):  # Its loss stays.
         state, _ = step(state, jnp.zeros((3, 1)), t)
@@ -1153,8 +1149,8 @@ def test_a_key_of_numpy_is_taken():
     def loss_fn(params, model_state, batch, key):
         return jnp.sum(params**2), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
-    step = simulate(functools.partial(awc_step, adapt=local), topology.ring(3))
+    local = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    step = simulate(local, topology.ring(3))
     state, _ = step(state, np.zeros((3, 1)), 0)
     np.testing.assert_allclose(state.params, 0.8, rtol=1e-6)
 
@@ -1310,8 +1306,8 @@ def test_a_state_of_weak_types_compiles_once(how):
     )
     state = init_state(params, optimizer, jax.random.key(0), 3, jnp.asarray(1.0))
     make = {
-        "simulated": lambda: simulate(functools.partial(awc_step, adapt=local), graph),
-        "mesh": lambda: on_mesh(functools.partial(awc_step, adapt=local), graph, mesh),
+        "simulated": lambda: simulate(local, graph),
+        "mesh": lambda: on_mesh(local, graph, mesh),
         "background": lambda: gossip.Background(local, graph, mesh),
         "all_reduce": lambda: gossip.AllReduce(local, mesh),
     }[how]
@@ -1351,9 +1347,9 @@ ISLANDS = topology.from_edges([(0, 1), (2, 3)], 4)
 def test_a_graph_in_parts_is_said_at_the_start(how):
     graph = ISLANDS
     local = local_update(summed, optax.sgd(0.1))
-    rounds = Rounds(every(graph, 3))
+    rounds = Rounds(graph, 3)
     make = {
-        "simulate": lambda: simulate(functools.partial(awc_step, adapt=local), graph),
+        "simulate": lambda: simulate(local, graph),
         "decentralize": lambda: decentralize(optax.sgd(0.1), graph, "workers"),
         "wrap": lambda: wrap(lambda state, batch: (state, batch), rounds),
         "background": lambda: gossip.Background(local, graph, worker_mesh(4)),
@@ -1370,4 +1366,4 @@ def test_means_of_gradients_and_workers_that_are_to_be_alone_are_not_warned_of()
     local = local_update(summed, optax.sgd(0.1))
     step = functools.partial(all_reduce_step, adapt=local)
     simulate(step, ISLANDS)
-    simulate(functools.partial(awc_step, adapt=local), topology.alone(3))
+    simulate(local, topology.alone(3))

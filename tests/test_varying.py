@@ -20,21 +20,17 @@ from decentjax import (
     Topology,
     WorkerState,
     accum_adamw,
-    adapt,
     all_reduce_step,
     awc_step,
     codec,
     consensus_distance,
     decentralize,
-    decentralize_atc,
-    decentralize_rounds,
     dispersion,
     exact_diffusion,
     global_mean,
     methods,
     mix,
     quasi_global_momentum,
-    schedule,
     topology,
 )
 from decentjax.compression import drift, error_feedback
@@ -144,7 +140,7 @@ NOISY = optax.noisy_sgd(0.1, key=jax.random.key(0))
 
 
 def _late(code):
-    return Rounds(schedule.every(RING, 2, delay=2), compression=error_feedback(code))
+    return Rounds(RING, 2, delay=2, compression=error_feedback(code))
 
 
 ROUNDS = {
@@ -152,22 +148,22 @@ ROUNDS = {
     "tracking": methods.gradient_tracking(RING),
     "late": _late(codec.int8()),
     "drift": Rounds(
-        schedule.every(COMPLETE, 2),
-        outer=optax.sgd(0.7, momentum=0.9),
-        compression=drift(codec.int4()),
+        COMPLETE, 2, outer=optax.sgd(0.7, momentum=0.9), compression=drift(codec.int4())
     ),
 }
 COUNTING = {
     "now_and_then": decentralize(NOISY, NOW_AND_THEN, AXIS),
-    "mean_every": decentralize_atc(optax.adam(0.1), MEAN_EVERY, AXIS),
+    "mean_every": decentralize(optax.adam(0.1), Rounds(MEAN_EVERY), AXIS),
     "all_kinds": decentralize(accum_adamw(0.1, 2), ALL_KINDS, AXIS),
-    "all_kinds_atc": decentralize_atc(quasi_global_momentum(0.1), ALL_KINDS, AXIS),
-    "exact_diffusion": decentralize_atc(
-        exact_diffusion(optax.sgd(0.1, momentum=0.9)), topology.complete(4), AXIS
+    "all_kinds_atc": decentralize(quasi_global_momentum(0.1), Rounds(ALL_KINDS), AXIS),
+    "exact_diffusion": decentralize(
+        exact_diffusion(optax.sgd(0.1, momentum=0.9)),
+        Rounds(topology.complete(4)),
+        AXIS,
     ),
     "accum_adam_alone": accum_adamw(0.1, 3),
     **{
-        name: decentralize_rounds(optax.sgd(0.1), rounds, AXIS)
+        name: decentralize(optax.sgd(0.1), rounds, AXIS)
         for name, rounds in ROUNDS.items()
     },
 }
@@ -201,7 +197,7 @@ def test_an_optimizer_that_counts_runs_in_a_loop(name, kind):
 @pytest.mark.parametrize("name", ROUNDS)
 def test_periods_of_rounds_run_in_a_loop(name, kind):
     """Messages that are on their way as well."""
-    optimizer = decentralize_rounds(optax.sgd(0.1), ROUNDS[name], AXIS)
+    optimizer = decentralize(optax.sgd(0.1), ROUNDS[name], AXIS)
 
     def worker(model, batch):
         def period(carry):
@@ -226,7 +222,7 @@ def test_steps_run_in_a_loop(optimizer, step, kind):
         apart = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2), params, batch)
         return jnp.stack(jax.tree.leaves(apart)).sum(), (model_state, {})
 
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
 
     def worker(model, batch, state):
         state = WorkerState(model, state, (), jax.random.key(0))

@@ -14,7 +14,7 @@ import optax
 import oracles
 import pytest
 
-from decentjax import adapt, atc_step, awc_step, init_state, simulate, topology
+from decentjax import atc_step, awc_step, init_state, simulate, topology
 from decentjax.exchange import apply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -48,7 +48,7 @@ def _gradient(models, t, centres):
 def _train(step, graph, num_steps, momentum=None):
     """The models after each step, [num_steps, N, DIMS]; all start at 0."""
     optimizer = optax.sgd(RATE, momentum=momentum)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     train_step = simulate(functools.partial(step, adapt=local), graph)
     start = jnp.zeros(DIMS)
     state = init_state(start, optimizer, jax.random.key(0), graph.num_workers)

@@ -13,7 +13,7 @@ import optax
 import pytest
 from parties import party_of
 
-from decentjax import adapt, init_state, place, topology
+from decentjax import init_state, place, topology
 from decentjax._core.joining import JOIN_BYTES
 from decentjax.gossip import Butterfly, Wagma, averages, means, replay
 
@@ -26,7 +26,7 @@ def loss_fn(params, model_state, batch, key):
     return loss, (model_state, {})
 
 
-LOCAL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(RATE))
+LOCAL = local_update(loss_fn=loss_fn, optimizer=optax.sgd(RATE))
 
 
 def batches(num_workers, num_steps):

@@ -22,7 +22,6 @@ from decentjax import (
     Rounds,
     Topology,
     accum_adam,
-    adapt,
     analysis,
     awc_step,
     cli,
@@ -30,7 +29,6 @@ from decentjax import (
     compression,
     consensus_distance,
     decentralize,
-    decentralize_rounds,
     dispersion,
     exact_diffusion,
     global_mean,
@@ -44,7 +42,6 @@ from decentjax import (
     place,
     policy,
     quasi_global_momentum,
-    round_step,
     rounds,
     runtime,
     schedule,
@@ -250,14 +247,14 @@ def loss_fn(params, model_state, batch, key):
     return jnp.mean((params - batch) ** 2), (model_state, {})
 
 
-local = functools.partial(adapt, loss_fn=loss_fn, optimizer=SGD)
-step = functools.partial(awc_step, adapt=local)
-rounding = functools.partial(round_step, rounds=DILOCO, adapt=local)
+local = local_update(loss_fn=loss_fn, optimizer=SGD)
+step = local
+rounding = local
 
 
 def with_local(**options):
     """The step with other options of its local update."""
-    return functools.partial(awc_step, adapt=functools.partial(local, **options))
+    return functools.partial(local, **options)
 
 
 def start(params=0.0, optimizer=SGD, num_workers=4, **options):
@@ -350,9 +347,9 @@ CALLS = [
     (lambda: decentralize(SGD, RING, AXIS, "float99"), "data type 'float99' not unde"),
     (lambda: updated(decentralize(SGD, RING, AXIS)), "pass params to update"),
     (lambda: updated(decentralize(SGD, RING, AXIS), jnp.ones(3)), NO_AXIS),
-    (lambda: decentralize_rounds(SGD, RING, AXIS), "wanted Rounds, .* got Topology"),
+    (lambda: decentralize(SGD, RING, AXIS), "wanted Rounds, .* got Topology"),
     (
-        lambda: updated(decentralize_rounds(SGD, DILOCO, AXIS), jnp.ones(3)),
+        lambda: updated(decentralize(SGD, DILOCO, AXIS), jnp.ones(3)),
         NO_AXIS,
     ),
     (lambda: accum_adam(1e-3, accum_steps=2.5), "must be a whole number, got 2.5"),
@@ -394,7 +391,7 @@ CALLS = [
     ),
     (lambda: run(rounding), "takes the events of rounds.schedule, .* got Exchange"),
     (
-        lambda: Rounds(schedule.every(RING, 2), optax.sgd(0.7), tracking=True),
+        lambda: Rounds(RING, 2, outer=optax.sgd(0.7), tracking=True),
         "tracking averages whole models .* take merge=shift, no outer optimizer",
     ),
     (lambda: on_mesh(step, RING, None), "wanted a mesh, .* got NoneType; simulate"),
@@ -411,11 +408,11 @@ CALLS = [
     (lambda: gossip.Background(local, RING, None), "wanted a mesh, .* got NoneType"),
     (lambda: gossip.AllReduce(local, None), "wanted a mesh, .* got NoneType"),
     (
-        lambda: gossip.BackgroundRounds(local, RING, worker_mesh(4)),
+        lambda: gossip.Background(local, RING, worker_mesh(4)),
         "wanted Rounds, such as methods.diloco.8., got Topology",
     ),
     (
-        lambda: gossip.PeerRounds(local, RING, PARTY),
+        lambda: gossip.Peers(local, RING, PARTY),
         "wanted Rounds, such as methods.diloco.8., got Topology",
     ),
     (

@@ -4,7 +4,6 @@ Started by test_gossip.py with an address and its number. Prints what became of 
 that start at a value plus this number and that no gradient moves.
 """
 
-import functools
 import sys
 
 import jax
@@ -13,7 +12,6 @@ import optax
 
 from decentjax import (
     Lowering,
-    adapt,
     gossip,
     init_state,
     local_workers,
@@ -35,7 +33,7 @@ def main(address: str, number: int) -> None:
     jax.distributed.initialize(address, num_processes=2, process_id=number)
     mesh, graph = worker_mesh(2), topology.ring(2)
     optimizer = optax.sgd(0.0)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     batch = place(jnp.zeros((1, 1)), mesh)
     for name, (values, sizes) in STARTS.items():
         trainers = [

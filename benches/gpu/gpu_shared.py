@@ -94,7 +94,7 @@ def runners(
             lambda state, t: train_step(state, stacked, t)[0], state, train_step.settle
         )
 
-    step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    step = local_update(loss_fn=task.loss_fn, optimizer=optimizer)
     return {
         COMPUTE: runner(optimizer, step, no_peers),
         # Without moments: they are not exchanged, and the memory holds three states.

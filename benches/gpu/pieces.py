@@ -70,10 +70,10 @@ def difference(graph: Topology, num_steps: int = 40) -> float:
     )
     params, ends = {"a": 0.3 * a, "b": 0.3 * b}, []
     optimizer = accum_adamw(1e-2, accum_steps=4)
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     for device in (jax.local_devices(backend="cpu")[0], jax.devices()[0]):
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            step = simulate(functools.partial(awc_step, adapt=local), graph)
+            step = simulate(local, graph)
             state = init_state(params, optimizer, jax.random.key(9), 8)
             for t in range(num_steps):
                 state, _ = step(state, batch, t)

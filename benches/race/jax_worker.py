@@ -72,7 +72,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         party = gossip.Party(book, [jax.process_index()], mesh, bind=ADDRESS)
     if scheme == Scheme.PEERS_EXCHANGE:
         return _exchange_by_peers(graph, state.params, party)
-    local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn=_loss_fn, optimizer=optimizer)
     if scheme in BY_PEERS:
         patience = 0.0 if scheme == Scheme.NO_WAIT else math.inf
         train_step = gossip.Peers(local, graph, party, patience=patience)

@@ -232,7 +232,7 @@ def build_lone_step(
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
     local = build_local(config.step, task.loss_fn, optimizer)
-    step = functools.partial(awc_step, adapt=local)
+    step = local
     options = step_options(config, mesh)
     return on_mesh(step, alone(mesh.shape[AXIS]), mesh, options)
 

@@ -176,7 +176,7 @@ def _in_rounds(config: Config, task: Task | None) -> Method:
     rounds = config.rounds.build(graph, _sizes(config, task))
 
     def beside(local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
-        return gossip.BackgroundRounds(local, rounds, mesh, **options)
+        return gossip.Background(local, rounds, mesh, **options)
 
     def sent(taken: Event, model: Any) -> Sent | None:
         one = taken.sends

@@ -157,9 +157,9 @@ def build_peers(
             common["quorum"] = exchange.merge(config.workers.num_workers)
             common["count"] = amounts_of(task)
         case PeerExchange(way=way) if method.rounds is None:
-            return gossip.Peers(local, method.graph, party, way=way, **common)
+            return gossip.Peers(local, method.graph, party, merge=way, **common)
     assert method.rounds is not None
-    return gossip.PeerRounds(local, method.rounds, party, **common)
+    return gossip.Peers(local, method.rounds, party, **common)
 
 
 def _quorum(config: Config) -> int:
