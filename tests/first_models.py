@@ -18,6 +18,7 @@ from decentjax import (
     gossip,
     init_rounds,
     init_state,
+    local_update,
     local_workers,
     methods,
     on_mesh,

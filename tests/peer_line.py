@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax import init_state, topology, worker_mesh
+from decentjax import init_state, local_update, topology, worker_mesh
 from decentjax.gossip import Butterfly, Elastic, Folder, Party, Peers, Store, Wagma
 
 

@@ -43,7 +43,7 @@ from benches.gpu.gpu_alone import (
 from benches.gpu.gpu_shared import runners
 from benches.runner import Runner
 from benches.train_steps import in_turns, our_step, plain_step, wrapped_step
-from decentjax import accum_adamw, overlap, simulate, topology
+from decentjax import accum_adamw, local_update, overlap, simulate, topology
 from train.run.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.

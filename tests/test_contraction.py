@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from decentjax import AXIS, Rounds, codec, over_workers, topology
+from decentjax import AXIS, Rounds, codec, decentralize, over_workers, topology
 from decentjax.compression import (
     copies,
     decode_leaves,

@@ -17,7 +17,7 @@ from parties import party_of, training
 from test_launch import wait_until
 from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
-from decentjax import init_state, place, topology
+from decentjax import init_state, local_update, place, topology
 from decentjax.exchange import among, apply
 from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.membership import Living

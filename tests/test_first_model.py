@@ -20,6 +20,7 @@ from decentjax import (
     gossip,
     init_rounds,
     init_state,
+    local_update,
     methods,
     place,
     topology,

@@ -32,6 +32,7 @@ from decentjax import (
     gossip,
     init_rounds,
     init_state,
+    local_update,
     mean_model,
     methods,
     on_mesh,

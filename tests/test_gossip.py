@@ -30,6 +30,7 @@ from decentjax import (
     awc_step,
     gossip,
     init_state,
+    local_update,
     mix,
     on_mesh,
     place,

@@ -23,6 +23,7 @@ from decentjax import (
     gossip,
     init_rounds,
     init_state,
+    local_update,
     methods,
     on_mesh,
     over_workers,

@@ -20,6 +20,7 @@ from decentjax import (
     atc_step,
     awc_step,
     init_state,
+    local_update,
     mix,
     on_mesh,
     over_workers,

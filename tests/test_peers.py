@@ -27,6 +27,7 @@ from decentjax import (
     Topology,
     gossip,
     init_state,
+    local_update,
     methods,
     place,
     simulate,

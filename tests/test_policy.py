@@ -16,6 +16,7 @@ from scipy import stats
 from decentjax import (
     AXIS,
     init_state,
+    local_update,
     on_mesh,
     over_workers,
     place,

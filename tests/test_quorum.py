@@ -14,7 +14,7 @@ from decentjax.gossip.peer_rounds import from_anchor, of_permutations
 from parties import party_of
 from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
-from decentjax import init_state, methods, place, simulate, topology
+from decentjax import init_state, local_update, methods, place, simulate, topology
 from decentjax._core.patience import Waits
 from decentjax.codec import int8
 from decentjax.compression import error_feedback

@@ -13,7 +13,7 @@ from test_peers import LOCAL
 
 from decentjax import topology
 from decentjax.exchange import Topology
-from decentjax.gossip import Quorum
+from decentjax.gossip import Peers, Quorum
 from decentjax.gossip.quorum import QuorumMeans
 from decentjax.links import Message
 from decentjax.rounds import Rounds

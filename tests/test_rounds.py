@@ -21,7 +21,9 @@ from decentjax import (
     WorkerState,
     atc_step,
     awc_step,
+    decentralize,
     init_state,
+    local_update,
     methods,
     on_mesh,
     over_workers,
@@ -35,6 +37,7 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
+from decentjax.gossip import Background
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 from decentjax.train_step import TrainStep

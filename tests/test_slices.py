@@ -29,6 +29,7 @@ from decentjax import (
     global_mean,
     init_rounds,
     init_state,
+    local_update,
     mean_model,
     methods,
     mix,

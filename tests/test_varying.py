@@ -28,6 +28,7 @@ from decentjax import (
     dispersion,
     exact_diffusion,
     global_mean,
+    local_update,
     methods,
     mix,
     quasi_global_momentum,

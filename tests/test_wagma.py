@@ -14,7 +14,7 @@ import optax
 import oracles
 import pytest
 
-from decentjax import atc_step, awc_step, init_state, simulate, topology
+from decentjax import atc_step, awc_step, init_state, local_update, simulate, topology
 from decentjax.exchange import apply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

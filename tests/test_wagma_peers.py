@@ -13,7 +13,7 @@ import optax
 import pytest
 from parties import party_of
 
-from decentjax import init_state, place, topology
+from decentjax import init_state, local_update, place, topology
 from decentjax._core.joining import JOIN_BYTES
 from decentjax.gossip import Butterfly, Wagma, averages, means, replay
 

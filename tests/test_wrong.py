@@ -35,6 +35,7 @@ from decentjax import (
     gossip,
     init_rounds,
     init_state,
+    local_update,
     methods,
     mix,
     on_mesh,

@@ -14,6 +14,7 @@ from decentjax import (
     Lowering,
     gossip,
     init_state,
+    local_update,
     local_workers,
     place,
     topology,

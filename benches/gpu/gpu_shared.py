@@ -1,7 +1,6 @@
 """One of several processes that share a GPU. Started by `benches.gpu.gpu`."""
 
 import contextlib
-import functools
 import sys
 from typing import Any
 
@@ -17,7 +16,7 @@ from decentjax import (
     Lowering,
     Topology,
     WorkerState,
-    adapt,
+    local_update,
     local_workers,
     place,
     topology,

@@ -1,6 +1,5 @@
 """What a grid costs in memory and time, asked before anything runs."""
 
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decentjax import adapt
+from decentjax import local_update
 from train.config import Config
 from train.dbench.grid import Cell
 from train.run.build import build_state
@@ -101,7 +100,9 @@ def _measure(config: Config, task: Task) -> Cost:
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     parts = config.step.num_micro_batches
-    local = local_update(loss_fn=task.loss_fn, optimizer=optimizer, num_micro_batches=parts)
+    local = local_update(
+        loss_fn=task.loss_fn, optimizer=optimizer, num_micro_batches=parts
+    )
     compiled = jax.jit(local).lower(state, batch, state.params).compile()
     found = compiled.memory_analysis()
     beside = 0 if found is None else found.temp_size_in_bytes

@@ -16,7 +16,6 @@ from decentjax import (
     LossFn,
     TrainStep,
     WorkerState,
-    awc_step,
     gossip,
     init_state,
     local_update,
