@@ -100,7 +100,7 @@ def _measure(config: Config, task: Task) -> Cost:
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     parts = config.step.num_micro_batches
-    local = local_update(
+    local = local_update(task.loss_fn, optimizer, parts)
         loss_fn=task.loss_fn, optimizer=optimizer, num_micro_batches=parts
     )
     compiled = jax.jit(local).lower(state, batch, state.params).compile()
