@@ -14,15 +14,12 @@ import optax
 import oracles
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from plans import all_reduce, atc, awc
 
 from decentjax import (
     AXIS,
     Rounds,
     WorkerState,
-    adapt,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     compute_in,
     consensus_distance,
     decentralize,
@@ -41,11 +38,12 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
+from decentjax.plan import schedule_of, worker_step
 from decentjax.updates import gradient
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
-STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}
-EACH_STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+PLANS = {"awc": awc, "atc": atc, "all_reduce": all_reduce}
+EACH_PLAN = pytest.mark.parametrize("plan_of", PLANS.values(), ids=PLANS)
 GRAPHS = {
     "ring": topology.ring(5),
     "hypercube": topology.hypercube(8),
@@ -84,46 +82,48 @@ def _problem(num_workers):
     return Problem(start, jnp.asarray(optima, jnp.float32))
 
 
-def _bind(step, optimizer, loss_fn=quadratic, num_micro_batches=1, **mixing):
-    """The step with `adapt` bound, and `mix` where its options are given."""
-    local = local_update(
-        loss_fn=loss_fn, optimizer=optimizer, num_micro_batches=num_micro_batches
-    )
-    if step is adapt:
-        return local
-    if mixing:
-        averaging = functools.partial(mix, axis_name=AXIS, **mixing)
-        return functools.partial(step, adapt=local, mix=averaging)
-    return functools.partial(step, adapt=local)
+def _local(optimizer, loss_fn=quadratic, num_micro_batches=1):
+    return local_update(loss_fn, optimizer, num_micro_batches)
 
 
-def _placed(step, graph, simulated):
+def _averaging(**options):
+    """`mix` with these options, over the axis of the workers."""
+    return functools.partial(mix, axis_name=AXIS, **options)
+
+
+def _placed(local, plan, simulated, mix=None):
     if simulated:
-        return simulate(step, graph)
-    return on_mesh(step, graph, worker_mesh(graph.num_workers))
+        return simulate(local, plan, mix=mix)
+    return on_mesh(local, plan, worker_mesh(plan.num_workers), mix=mix)
+
+
+def _one_step(local, plan, number, mix=None):
+    """A step of one worker: a function of its state and its batch."""
+    step = worker_step(local, plan, mix)
+    return functools.partial(step, event=schedule_of(plan)[number])
 
 
 def _start(problem, optimizer, num_workers):
     return init_state(problem.start, optimizer, jax.random.key(0), num_workers)
 
 
-def _train(step, graph, optimizer, num_steps, simulated=True, **options):
+def _train(plan, optimizer, num_steps, simulated=True, mix=None, **options):
     """The models after each step, [num_steps, N, 3, 4]."""
-    problem = _problem(graph.num_workers)
-    train_step = _placed(_bind(step, optimizer, **options), graph, simulated)
-    state, models = _start(problem, optimizer, graph.num_workers), []
+    problem = _problem(plan.num_workers)
+    train_step = _placed(_local(optimizer, **options), plan, simulated, mix)
+    state, models = _start(problem, optimizer, plan.num_workers), []
     for t in range(num_steps):
         state, _ = train_step(state, problem.optima, t)
         models.append(np.asarray(state.params["x"]))
     return np.stack(models)
 
 
-def _recursion(step, graph, lr, num_steps):
+def _recursion(plan_of, graph, lr, num_steps):
     problem, n = _problem(graph.num_workers), graph.num_workers
     start = np.stack([problem.start["x"]] * n).astype(np.float64)
-    if step is all_reduce_step:
+    if plan_of is all_reduce:
         return oracles.all_reduce(start, problem.gradient, lr, num_steps)
-    recursion = oracles.awc if step is awc_step else oracles.atc
+    recursion = oracles.awc if plan_of is awc else oracles.atc
     flat = lambda x: problem.gradient(x.reshape(n, 3, 4)).reshape(n, -1)  # noqa: E731
     matrices = topology.matrices(graph)
     models = recursion(matrices, start.reshape(n, -1), flat, lr, num_steps)
@@ -133,43 +133,44 @@ def _recursion(step, graph, lr, num_steps):
 @pytest.mark.slow
 @pytest.mark.draw(4)
 @pytest.mark.parametrize(
-    ("step", "graph"),
+    ("plan_of", "graph"),
     [
-        *(pytest.param(awc_step, graph, id=f"awc-{n}") for n, graph in GRAPHS.items()),
-        *(pytest.param(atc_step, graph, id=f"atc-{n}") for n, graph in GRAPHS.items()),
-        pytest.param(all_reduce_step, GRAPHS["ring"], id="all_reduce-ring"),
-        pytest.param(all_reduce_step, GRAPHS["hypercube"], id="all_reduce-hypercube"),
+        *(pytest.param(awc, graph, id=f"awc-{n}") for n, graph in GRAPHS.items()),
+        *(pytest.param(atc, graph, id=f"atc-{n}") for n, graph in GRAPHS.items()),
+        pytest.param(all_reduce, GRAPHS["ring"], id="all_reduce-ring"),
+        pytest.param(all_reduce, GRAPHS["hypercube"], id="all_reduce-hypercube"),
     ],
 )
 def test_a_step_follows_the_dense_recursion_the_same_on_devices_and_simulated(
-    graph, step
+    graph, plan_of
 ):
     """Bit for bit: with these numbers only the mixing rounds, see test_mixing."""
     num_steps = 2 * graph.period + 1
-    wanted = _recursion(step, graph, 0.25, num_steps)
-    simulated = _train(step, graph, optax.sgd(0.25), num_steps)
+    wanted = _recursion(plan_of, graph, 0.25, num_steps)
+    plan = plan_of(graph)
+    simulated = _train(plan, optax.sgd(0.25), num_steps)
     np.testing.assert_allclose(simulated, wanted, rtol=0, atol=3e-6)
-    on_devices = _train(step, graph, optax.sgd(0.25), num_steps, simulated=False)
+    on_devices = _train(plan, optax.sgd(0.25), num_steps, simulated=False)
     assert np.array_equal(on_devices, simulated)
 
 
 @pytest.mark.slow
-@EACH_STEP
-def test_with_any_learning_rate_devices_and_simulation_agree_to_rounding(step):
-    graph = topology.hypercube(4)
-    simulated = _train(step, graph, optax.adamw(0.1), 5)
-    on_devices = _train(step, graph, optax.adamw(0.1), 5, simulated=False)
+@EACH_PLAN
+def test_with_any_learning_rate_devices_and_simulation_agree_to_rounding(plan_of):
+    plan = plan_of(topology.hypercube(4))
+    simulated = _train(plan, optax.adamw(0.1), 5)
+    on_devices = _train(plan, optax.adamw(0.1), 5, simulated=False)
     np.testing.assert_allclose(on_devices, simulated, rtol=0, atol=2e-6)
 
 
 @pytest.mark.draw(2)
-@EACH_STEP
+@EACH_PLAN
 @pytest.mark.parametrize(
     "make", [optax.adamw, functools.partial(optax.sgd, momentum=0.9)]
 )
-def test_of_one_worker_a_step_is_plain_training(step, make):
+def test_of_one_worker_a_step_is_plain_training(plan_of, make):
     optimizer, problem = make(0.1), _problem(1)
-    got = _train(step, topology.ring(1), optimizer, 5)[-1, 0]
+    got = _train(plan_of(topology.ring(1)), optimizer, 5)[-1, 0]
 
     @jax.jit
     def plain_step(params, state):
@@ -191,21 +192,23 @@ def test_of_one_curvature_the_mean_of_awc_is_the_model_of_all_reduce(graph):
     def loss_fn(params, model_state, batch, key):
         return 0.5 * jnp.sum(jnp.square(params["x"] - batch[0])), (model_state, {})
 
-    decentralized = _train(awc_step, graph, optax.sgd(0.2), 5, loss_fn=loss_fn)
-    baseline = _train(all_reduce_step, graph, optax.sgd(0.2), 5, loss_fn=loss_fn)
+    decentralized = _train(graph, optax.sgd(0.2), 5, loss_fn=loss_fn)
+    baseline = _train(all_reduce(graph), optax.sgd(0.2), 5, loss_fn=loss_fn)
     np.testing.assert_allclose(decentralized.mean(1), baseline[:, 0], atol=1e-6)
 
 
 @EITHER_WAY
 def test_on_the_complete_graph_atc_with_sgd_is_all_reduce(simulated):
-    train = functools.partial(_train, graph=topology.complete(8), num_steps=5)
-    atc = train(atc_step, optimizer=optax.sgd(0.1), simulated=simulated)
-    baseline = train(all_reduce_step, optimizer=optax.sgd(0.1), simulated=simulated)
-    np.testing.assert_allclose(atc, baseline, rtol=0, atol=1e-6)
+    graph = topology.complete(8)
+    combined, baseline = (
+        _train(plan, optax.sgd(0.1), 5, simulated)
+        for plan in (atc(graph), all_reduce(graph))
+    )
+    np.testing.assert_allclose(combined, baseline, rtol=0, atol=1e-6)
 
 
 def test_on_the_complete_graph_awc_is_one_own_gradient_away_from_the_mean():
-    models = _train(awc_step, topology.complete(8), optax.sgd(0.1), 4)
+    models = _train(topology.complete(8), optax.sgd(0.1), 4)
     before, after = models[-2], models[-1]
     wanted = before.mean(0) - 0.1 * _problem(8).gradient(before)
     np.testing.assert_allclose(after, wanted, rtol=0, atol=1e-6)
@@ -214,7 +217,7 @@ def test_on_the_complete_graph_awc_is_one_own_gradient_away_from_the_mean():
 
 @EITHER_WAY
 def test_all_reduce_keeps_its_replicas_identical(simulated):
-    models = _train(all_reduce_step, GRAPHS["ring"], optax.adamw(0.1), 7, simulated)
+    models = _train(all_reduce(GRAPHS["ring"]), optax.adamw(0.1), 7, simulated)
     assert all(np.array_equal(models[:, 0], models[:, i]) for i in range(5))
     assert np.abs(models[-1] - models[0]).max() > 0.1
 
@@ -232,7 +235,7 @@ def test_weight_decay_is_taken_from_the_model_that_the_update_lands_on(order):
             x = average(x) - 0.25 * (gradient + 0.5 * average(x))
         else:
             x = average(x - 0.25 * (gradient + 0.5 * x))
-    got = _train(STEPS[order], graph, optimizer, 4)[-1]
+    got = _train(PLANS[order](graph), optimizer, 4)[-1]
     np.testing.assert_allclose(got, x, rtol=0, atol=2e-6)
 
 
@@ -241,23 +244,27 @@ def test_weight_decay_is_taken_from_the_model_that_the_update_lands_on(order):
 def test_awc_adapts_to_the_mixed_model(simulated):
     """The gradient is taken at the own model, the decay from whatever is given."""
 
-    def mix_then_adapt(state, batch, exchange, *, adapt):
-        mixed = mix(state.params, exchange, AXIS)
-        return adapt(state, batch, mixed)
+    graph, optimizer, problem = GRAPHS["aer"], optax.adamw(0.1), _problem(8)
+    local, mesh = _local(optimizer), None if simulated else worker_mesh(8)
 
-    train = functools.partial(
-        _train, graph=GRAPHS["aer"], optimizer=optax.adamw(0.1), num_steps=3
-    )
-    wanted = train(awc_step, simulated=simulated)
-    got = train(mix_then_adapt, simulated=simulated)
+    def mix_then_adapt(state, batch, exchange):
+        mixed = mix(state.params, exchange, AXIS)
+        return local(state, batch, mixed)
+
+    state, got = _start(problem, optimizer, 8), []
+    for t in range(3):
+        step = functools.partial(mix_then_adapt, exchange=graph[t])
+        state, _ = jax.jit(over_workers(step, mesh))(state, problem.optima)
+        got.append(np.asarray(state.params["x"]))
+    wanted = _train(graph, optimizer, 3, simulated)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
-def test_adapt_sends_nothing_and_lands_on_the_model_that_it_is_given():
+def test_a_local_update_sends_nothing_and_lands_on_the_model_that_it_is_given():
     problem, optimizer = _problem(2), optax.sgd(0.25)
     state = _start(problem, optimizer, 2)
     other = {"x": 10 + state.params["x"]}
-    step = over_workers(_bind(adapt, optimizer), worker_mesh(2))
+    step = over_workers(_local(optimizer), worker_mesh(2))
     after, metrics = jax.jit(step)(state, problem.optima, other)
     gradient = problem.gradient(np.stack([problem.start["x"]] * 2))
     wanted = np.asarray(other["x"]) - 0.25 * gradient
@@ -270,8 +277,9 @@ def test_adapt_sends_nothing_and_lands_on_the_model_that_it_is_given():
 @pytest.mark.parametrize("order", ["awc", "atc"])
 def test_narrow_messages_go_through_the_steps(order):
     graph = topology.one_peer_ring(4)
-    exact = _train(STEPS[order], graph, optax.sgd(0.25), 3)
-    narrow = _train(STEPS[order], graph, optax.sgd(0.25), 3, message_dtype=jnp.bfloat16)
+    plan, averaging = PLANS[order](graph), _averaging(message_dtype=jnp.bfloat16)
+    exact = _train(plan, optax.sgd(0.25), 3)
+    narrow = _train(plan, optax.sgd(0.25), 3, mix=averaging)
     assert 1e-5 < np.abs(narrow - exact).max() < 0.03
     np.testing.assert_allclose(narrow.mean(1), exact.mean(1), rtol=0, atol=1e-2)
 
@@ -304,16 +312,17 @@ def _sharded_start(graph, optimizer):
 
 
 @pytest.mark.draw(6)
-@EACH_STEP
+@EACH_PLAN
 @pytest.mark.parametrize(
     "graph",
     [*SHARDED_GRAPHS.values(), *RAVELLED_GRAPHS.values()],
     ids=[*SHARDED_GRAPHS, *RAVELLED_GRAPHS],
 )
-def test_a_worker_on_a_slice_of_the_mesh_trains_as_on_one_device(graph, step):
-    mesh, state, optima = _sharded_start(graph, optax.sgd(0.25, momentum=0.5))
-    train_step = on_mesh(_bind(step, optax.sgd(0.25, momentum=0.5)), graph, mesh)
-    wanted = _train(step, graph, optax.sgd(0.25, momentum=0.5), 5)[-1]
+def test_a_worker_on_a_slice_of_the_mesh_trains_as_on_one_device(graph, plan_of):
+    optimizer, plan = optax.sgd(0.25, momentum=0.5), plan_of(graph)
+    mesh, state, optima = _sharded_start(graph, optimizer)
+    train_step = on_mesh(_local(optimizer), plan, mesh)
+    wanted = _train(plan, optimizer, 5)[-1]
     for t in range(5):
         state, _ = train_step(state, optima, t)
     np.testing.assert_allclose(state.params["x"], wanted, rtol=0, atol=1e-6)
@@ -327,11 +336,12 @@ SHARDED = [
 
 
 @pytest.mark.draw(3)
-@pytest.mark.parametrize("step", [awc_step, atc_step])
+@pytest.mark.parametrize("plan_of", [awc, atc])
 @pytest.mark.parametrize("graph", SHARDED)
-def test_params_stay_sharded_over_the_other_axes_of_the_mesh(graph, step):
+def test_params_stay_sharded_over_the_other_axes_of_the_mesh(graph, plan_of):
     mesh, state, optima = _sharded_start(graph, optax.adam(0.1))
-    train_step = on_mesh(_bind(step, optax.adam(0.1), shards=SHARDS), graph, mesh)
+    local, averaging = _local(optax.adam(0.1)), _averaging(shards=SHARDS)
+    train_step = on_mesh(local, plan_of(graph), mesh, mix=averaging)
     spec = state.params["x"].sharding.spec
     for t in range(graph.period):
         state, _ = train_step(state, optima, t)
@@ -340,15 +350,16 @@ def test_params_stay_sharded_over_the_other_axes_of_the_mesh(graph, step):
 
 
 @pytest.mark.draw(3)
-@pytest.mark.parametrize("step", [awc_step, atc_step])
+@pytest.mark.parametrize("plan_of", [awc, atc])
 @pytest.mark.parametrize("graph", SHARDED)
-def test_mixing_shards_is_mixing_models(graph, step):
-    mesh, state, optima = _sharded_start(graph, optax.sgd(0.25, momentum=0.5))
-    optimizer = optax.sgd(0.25, momentum=0.5)
-    train_step = on_mesh(_bind(step, optimizer, shards=SHARDS), graph, mesh)
+def test_mixing_shards_is_mixing_models(graph, plan_of):
+    optimizer, plan = optax.sgd(0.25, momentum=0.5), plan_of(graph)
+    mesh, state, optima = _sharded_start(graph, optimizer)
+    averaging = _averaging(shards=SHARDS)
+    train_step = on_mesh(_local(optimizer), plan, mesh, mix=averaging)
     for t in range(5):
         state, _ = train_step(state, optima, t)
-    wanted = _train(step, graph, optimizer, 5)[-1]
+    wanted = _train(plan, optimizer, 5)[-1]
     np.testing.assert_allclose(state.params["x"], wanted, rtol=0, atol=1e-6)
 
 
@@ -357,9 +368,9 @@ def test_mixing_shards_is_mixing_models(graph, step):
 def test_between_slices_of_the_mesh_only_the_shards_are_exchanged(graph):
     """Device 2 i + k holds shard k of worker i; a model has 12 floats, a shard 6."""
     mesh, state, optima = _sharded_start(graph, optax.sgd(0.25))
-    bound = _bind(awc_step, optax.sgd(0.25), shards=SHARDS)
-    for exchange in graph:
-        step = functools.partial(bound, exchange=exchange)
+    local, averaging = _local(optax.sgd(0.25)), _averaging(shards=SHARDS)
+    for t in range(graph.period):
+        step = _one_step(local, graph, t, averaging)
         compiled = jax.jit(over_workers(step, mesh)).lower(state, optima).compile()
         found = hlo.collectives(compiled.as_text(), 8)
         between = [c for c in found if any(g[0] // 2 != g[-1] // 2 for g in c.groups)]
@@ -379,12 +390,15 @@ def _noisy(params, model_state, batch, key):
 
 
 @functools.cache
-def _noisy_run(step, num_steps=4, simulated=True, seed=0, loss_fn=_noisy, **options):
-    problem, graph, optimizer = _problem(4), topology.one_peer_ring(4), optax.sgd(0.1)
+def _noisy_run(
+    plan_of=awc, num_steps=4, simulated=True, seed=0, loss_fn=_noisy, **options
+):
+    problem, optimizer = _problem(4), optax.sgd(0.1)
+    plan = plan_of(topology.one_peer_ring(4))
     batch = jnp.concatenate([problem.optima, 2 * problem.optima], 1)
     model_state = {"running": jnp.zeros((3, 4)), "count": jnp.int32(0)}
     state = init_state(problem.start, optimizer, jax.random.key(seed), 4, model_state)
-    train_step = _placed(_bind(step, optimizer, loss_fn, **options), graph, simulated)
+    train_step = _placed(_local(optimizer, loss_fn, **options), plan, simulated)
     metrics = []
     for t in range(num_steps):
         state, found = train_step(state, batch, t)
@@ -394,31 +408,33 @@ def _noisy_run(step, num_steps=4, simulated=True, seed=0, loss_fn=_noisy, **opti
 
 @pytest.mark.draw(2)
 @EITHER_WAY
-@EACH_STEP
-def test_the_model_state_of_each_worker_goes_from_step_to_step(step, simulated):
-    state, _ = _noisy_run(step, 4, simulated)
+@EACH_PLAN
+def test_the_model_state_of_each_worker_goes_from_step_to_step(plan_of, simulated):
+    state, _ = _noisy_run(plan_of, 4, simulated)
     wanted = (1 - 0.9**4) * 1.5 * _problem(4).optima[:, 0]
     np.testing.assert_allclose(state.model_state["running"], wanted, rtol=1e-5)
     assert state.model_state["count"].tolist() == [4] * 4
 
 
 @EITHER_WAY
-@EACH_STEP
-def test_each_worker_and_step_has_its_own_randomness_and_it_repeats(step, simulated):
-    _, metrics = _noisy_run(step, 4, simulated)
+@EACH_PLAN
+def test_each_worker_and_step_has_its_own_randomness_and_it_repeats(plan_of, simulated):
+    _, metrics = _noisy_run(plan_of, 4, simulated)
     assert metrics["noise"].shape == (4, 4)
     assert len(np.unique(metrics["noise"])) == 16
-    _, again = _noisy_run(awc_step, 4, simulated=True)
+    _, again = _noisy_run(awc, 4, simulated=True)
     assert np.array_equal(metrics["noise"], again["noise"])
-    _, other = _noisy_run(awc_step, 1, seed=1)
+    _, other = _noisy_run(awc, 1, seed=1)
     assert not np.isin(other["noise"], metrics["noise"]).any()
 
 
 @EITHER_WAY
-@EACH_STEP
-def test_metrics_are_those_of_each_worker_at_the_model_before_the_step(step, simulated):
-    graph, problem = GRAPHS["ring"], _problem(5)
-    train_step = _placed(_bind(step, optax.sgd(0.1)), graph, simulated)
+@EACH_PLAN
+def test_metrics_are_those_of_each_worker_at_the_model_before_the_step(
+    plan_of, simulated
+):
+    plan, problem = plan_of(GRAPHS["ring"]), _problem(5)
+    train_step = _placed(_local(optax.sgd(0.1)), plan, simulated)
     _, metrics = train_step(_start(problem, optax.sgd(0.1), 5), problem.optima, 0)
     distance = np.asarray(problem.start["x"]) - np.asarray(problem.optima)[:, 0]
     wanted = 0.5 * np.sum(CURVATURE * np.square(distance), (1, 2))
@@ -436,17 +452,17 @@ def _linear(params, model_state, batch, key):
 
 @pytest.mark.draw(2)
 @EITHER_WAY
-@EACH_STEP
-def test_micro_batches_give_the_gradient_of_the_whole_batch(step, simulated):
+@EACH_PLAN
+def test_micro_batches_give_the_gradient_of_the_whole_batch(plan_of, simulated):
     generator = np.random.default_rng(0)
     inputs = jnp.asarray(generator.standard_normal((4, 6, 3)), jnp.float32)
     targets = jnp.asarray(generator.standard_normal((4, 6, 2)), jnp.float32)
-    optimizer, graph = optax.sgd(0.1), topology.ring(4)
+    optimizer, plan = optax.sgd(0.1), plan_of(topology.ring(4))
     found = {}
     for number in (1, 3):
         state = init_state({"w": jnp.ones((3, 2))}, optimizer, jax.random.key(0), 4)
-        bound = _bind(step, optimizer, _linear, num_micro_batches=number)
-        found[number] = _placed(bound, graph, simulated)(state, (inputs, targets), 0)
+        local = _local(optimizer, _linear, number)
+        found[number] = _placed(local, plan, simulated)(state, (inputs, targets), 0)
     (whole, metrics), (cut, averaged) = found[1], found[3]
     np.testing.assert_allclose(cut.params["w"], whole.params["w"], atol=1e-6)
     np.testing.assert_allclose(averaged["loss"], metrics["loss"], rtol=1e-5)
@@ -455,20 +471,20 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(step, simulated):
 
 
 def test_micro_batches_thread_the_model_state_and_have_keys_of_their_own():
-    state, metrics = _noisy_run(awc_step, num_steps=2, num_micro_batches=2)
+    state, metrics = _noisy_run(num_steps=2, num_micro_batches=2)
     assert state.model_state["count"].tolist() == [4] * 4
     decay = np.array([0.9**3 + 0.9, 0.9**2 + 1]) * 0.1
     optima = np.asarray(_problem(4).optima[:, 0])
     wanted = decay[0] * optima + decay[1] * 2 * optima
     np.testing.assert_allclose(state.model_state["running"], wanted, rtol=1e-5)
-    _, whole = _noisy_run(awc_step, num_steps=2)
+    _, whole = _noisy_run(num_steps=2)
     assert not np.isin(metrics["noise"], whole["noise"]).any()
     assert len(np.unique(metrics["noise"])) == 8
 
 
 def test_a_batch_that_cannot_be_cut_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"batch of 2 cannot be split into 3 equal"):
-        _noisy_run(awc_step, num_micro_batches=3)
+        _noisy_run(num_micro_batches=3)
 
 
 def _token_model(params, model_state, batch, key):
@@ -494,15 +510,11 @@ def test_compute_in_runs_both_passes_in_the_dtype_and_keeps_params_and_gradients
         return updates
 
     optimizer = optax.chain(optax.stateless(spy), optax.sgd(0.1))
-    bound = _bind(
-        awc_step,
-        optimizer,
-        compute_in(_token_model, jnp.bfloat16),
-        num_micro_batches=num_micro_batches,
-    )
+    loss_fn = compute_in(_token_model, jnp.bfloat16)
+    local = _local(optimizer, loss_fn, num_micro_batches)
     state = _token_state(optimizer)
     batch = jnp.ones((2, 4, 5), int)
-    step = over_workers(functools.partial(bound, exchange=topology.complete(2)[0]))
+    step = over_workers(_one_step(local, topology.complete(2), 0))
     text = jax.jit(step).lower(state, batch).as_text()
     operands = re.findall(r"stablehlo\.dot_general.*: \((.*?)\) ->", text)
     assert len(operands) >= 5  # two products forward, three backward
@@ -542,7 +554,7 @@ def test_each_distinct_exchange_is_compiled_once(
     graph, num_distinct, simulated, caplog
 ):
     n, optimizer = graph.num_workers, optax.adam(0.1)
-    train_step = _placed(_bind(awc_step, optimizer), graph, simulated)
+    train_step = _placed(_local(optimizer), graph, simulated)
     state, optima = _start(_problem(n), optimizer, n), _problem(n).optima
     if not simulated:
         state, optima = place((state, optima), worker_mesh(n))
@@ -555,10 +567,9 @@ def test_each_distinct_exchange_is_compiled_once(
     assert _compilations(caplog, run) == num_distinct
 
 
-def _compiled_text(step, graph, optimizer=None):
-    optimizer = optimizer or optax.adam(0.1)
-    n = graph.num_workers
-    step = functools.partial(_bind(step, optimizer), exchange=graph[1])
+def _compiled_text(plan):
+    optimizer, n = optax.adam(0.1), plan.num_workers
+    step = _one_step(_local(optimizer), plan, 1)
     mapped = jax.jit(over_workers(step, worker_mesh(n)))
     state = _start(_problem(n), optimizer, n)
     return mapped.lower(state, _problem(n).optima).compile().as_text()
@@ -567,14 +578,14 @@ def _compiled_text(step, graph, optimizer=None):
 @pytest.mark.draw(2)
 @EACH_GRAPH
 def test_the_exchange_of_awc_waits_for_the_params_alone_and_for_no_condition(graph):
-    text = _compiled_text(awc_step, graph)
+    text = _compiled_text(graph)
     assert hlo.inputs_of_collectives(text) == {r"stacked[0].params[\'x\']"}
     assert hlo.in_conditionals(text) == []
 
 
-@pytest.mark.parametrize("step", [atc_step, all_reduce_step])
-def test_the_exchange_of_the_others_waits_for_the_gradient(step):
-    inputs = hlo.inputs_of_collectives(_compiled_text(step, GRAPHS["hypercube"]))
+@pytest.mark.parametrize("plan_of", [atc, all_reduce])
+def test_the_exchange_of_the_others_waits_for_the_gradient(plan_of):
+    inputs = hlo.inputs_of_collectives(_compiled_text(plan_of(GRAPHS["hypercube"])))
     assert "stacked[1]" in inputs
 
 
@@ -585,12 +596,12 @@ def test_a_step_sends_what_its_exchange_sends_and_nothing_else(order, graph):
     mixing = functools.partial(mix, exchange=graph[1], axis_name=AXIS)
     alone = jax.jit(over_workers(mixing, worker_mesh(n)))
     text = alone.lower({"x": jnp.ones((n, 3, 4))}).compile().as_text()
-    step_text = _compiled_text(STEPS[order], graph)
+    step_text = _compiled_text(PLANS[order](graph))
     assert sorted(hlo.collectives(step_text, n)) == sorted(hlo.collectives(text, n))
 
 
 def test_all_reduce_sends_one_sum_of_the_gradients():
-    text = _compiled_text(all_reduce_step, GRAPHS["aer"])
+    text = _compiled_text(all_reduce(GRAPHS["aer"]))
     (total,) = hlo.collectives(text, 8)
     assert total == ("all-reduce", 12 * 4, (tuple(range(8)),))
 
@@ -688,7 +699,7 @@ def test_what_is_placed_stays_where_it_is():
 @EITHER_WAY
 def test_a_step_gives_up_the_buffers_of_its_state(simulated):
     problem, graph, optimizer = _problem(4), topology.ring(4), optax.adam(0.1)
-    train_step = _placed(_bind(awc_step, optimizer), graph, simulated)
+    train_step = _placed(_local(optimizer), graph, simulated)
     state = _start(problem, optimizer, 4)
     if not simulated:
         state = place(state, worker_mesh(4))
@@ -703,7 +714,7 @@ def test_a_step_gives_up_the_buffers_of_its_state(simulated):
 )
 def test_an_optimizer_may_keep_the_params_in_its_state(optimizer, num_workers):
     graph = topology.ring(num_workers)
-    models = _train(awc_step, graph, optimizer, 2)
+    models = _train(graph, optimizer, 2)
     assert np.isfinite(models).all()
     assert not _problem(num_workers).start["x"].is_deleted()
 
@@ -715,7 +726,7 @@ def test_arrays_stacked_for_another_number_of_workers_are_refused(wrong, simulat
     state = _start(_problem(4), optimizer, 8 if wrong == "state" else 4)
     batch = jnp.concatenate([optima, optima]) if wrong == "batch" else optima
     with pytest.raises(ValueError, match=r"sizes|a row for each|workers"):
-        _placed(_bind(awc_step, optimizer), graph, simulated)(state, batch, 0)
+        _placed(_local(optimizer), graph, simulated)(state, batch, 0)
 
 
 @pytest.mark.parametrize(
@@ -727,10 +738,10 @@ def test_arrays_stacked_for_another_number_of_workers_are_refused(wrong, simulat
     ids=["another_size", "a_larger_mesh"],
 )
 def test_a_mesh_without_a_place_for_each_worker_is_refused(mesh):
-    step = _bind(awc_step, optax.sgd(0.1))
-    message = r'axis "workers" has the topology\'s 8 workers, got \{'
+    local = _local(optax.sgd(0.1))
+    message = r'axis "workers" has the plan\'s 8 workers, got \{'
     with pytest.raises(ValueError, match=message):
-        on_mesh(step, topology.ring(8), mesh())
+        on_mesh(local, topology.ring(8), mesh())
 
 
 def test_a_worker_mesh_takes_the_first_devices():
@@ -811,9 +822,9 @@ def test_micro_batches_of_narrow_params_are_summed_in_float32(
         return updates
 
     optimizer = optax.chain(optax.stateless(spy), optax.sgd(1.0))
-    bound = _bind(awc_step, optimizer, loss_fn, num_micro_batches=num_parts)
+    local = _local(optimizer, loss_fn, num_parts)
     state = init_state({"x": jnp.zeros(3, dtype)}, optimizer, jax.random.key(0), 2)
-    after, _ = _placed(bound, topology.alone(2), simulated)(state, batch, 0)
+    after, _ = _placed(local, topology.alone(2), simulated)(state, batch, 0)
     wanted = -np.asarray(batch, np.float64).mean(1)
     np.testing.assert_allclose(after.params["x"].astype("float32"), wanted, rtol=4e-3)
     assert {x.name for x in seen} == {dtype}
@@ -836,7 +847,8 @@ def test_narrow_params_follow_the_dense_recursion(dtype, order, simulated):
     state = init_state({"x": jnp.zeros(4, dtype)}, optimizer, jax.random.key(0), 5)
     x = jnp.asarray(start, dtype)
     state = state._replace(params={"x": x})
-    train_step = _placed(_bind(STEPS[order], optimizer, loss_fn), graph, simulated)
+    plan = PLANS[order](graph)
+    train_step = _placed(_local(optimizer, loss_fn), plan, simulated)
     batch = jnp.asarray(rates[:, 0], jnp.float32)
     wanted = np.asarray(x, np.float64)
     recursion = oracles.awc if order == "awc" else oracles.atc
@@ -906,15 +918,15 @@ WRONG_LOSSES = {
 @pytest.mark.parametrize(
     ("wrong", "message"), WRONG_LOSSES.values(), ids=list(WRONG_LOSSES)
 )
-@EACH_STEP
+@EACH_PLAN
 def test_a_loss_function_that_returns_something_else_is_refused(
-    step, wrong, message, num_micro_batches
+    plan_of, wrong, message, num_micro_batches
 ):
     def loss_fn(params, model_state, batch, key):
         return wrong(params["x"].sum(), model_state)
 
     with pytest.raises(TypeError, match=message):
-        _noisy_run(step, 1, loss_fn=loss_fn, num_micro_batches=num_micro_batches)
+        _noisy_run(plan_of, 1, loss_fn=loss_fn, num_micro_batches=num_micro_batches)
 
 
 DROPS = {
@@ -947,7 +959,7 @@ def test_random_keys_that_no_step_changes_are_warned_of(
     state = init_state(problem.start, optimizer, jax.random.key(0), 3, model_state)
     batch = jnp.repeat(problem.optima, 2, 1)
     options = {"loss_fn": loss_fn, "num_micro_batches": num_micro_batches}
-    train_step = _placed(_bind(awc_step, optimizer, **options), graph, simulated)
+    train_step = _placed(_local(optimizer, **options), graph, simulated)
     if which == "kept":
         with pytest.warns(UserWarning, match="keys of its model_state unchanged, so"):
             train_step(state, batch, 0)
@@ -960,15 +972,15 @@ def test_random_keys_that_no_step_changes_are_warned_of(
 
 @pytest.mark.draw(3)
 @EITHER_WAY
-@EACH_STEP
+@EACH_PLAN
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_metrics_may_be_python_numbers(step, simulated, num_micro_batches):
+def test_metrics_may_be_python_numbers(plan_of, simulated, num_micro_batches):
     def loss_fn(params, model_state, batch, key):
         loss, (model_state, _) = _noisy(params, model_state, batch, key)
         return loss, (model_state, {"float": 1.5, "int": 2, "true": True})
 
     options = {"loss_fn": loss_fn, "num_micro_batches": num_micro_batches}
-    _, metrics = _noisy_run(step, 1, simulated, **options)
+    _, metrics = _noisy_run(plan_of, 1, simulated, **options)
     found = {name: x.tolist() for name, x in metrics.items() if name != "loss"}
     assert found == {"float": [[1.5] * 4], "int": [[2] * 4], "true": [[1] * 4]}
 
@@ -982,29 +994,29 @@ DECENTRALIZED = {
 
 
 @pytest.mark.parametrize("wrap", DECENTRALIZED.values(), ids=DECENTRALIZED)
-@EACH_STEP
-def test_an_optimizer_that_averages_by_itself_is_refused(step, wrap):
+@EACH_PLAN
+def test_an_optimizer_that_averages_by_itself_is_refused(plan_of, wrap):
     graph = topology.ring(4)
     optimizer = wrap(decentralize(optax.sgd(0.1), graph, AXIS))
     with pytest.raises(TypeError, match=r"averages the models itself, .* inner optimi"):
-        _train(step, graph, optimizer, 1)
+        _train(plan_of(graph), optimizer, 1)
 
 
 @pytest.mark.parametrize("wrong", [topology.ring, topology.ring(8)[0], "ring"])
-def test_what_is_no_topology_is_refused_by_name(wrong):
+def test_what_is_no_plan_is_refused_by_name(wrong):
     name = getattr(wrong, "__name__", type(wrong).__name__)
-    message = rf"wanted a Topology, such as topology.ring\(8\), got {name}; call"
-    step = _bind(awc_step, optax.sgd(0.1))
+    message = rf"wanted a plan: a topology, as topology.ring\(8\), .* got {name}; call"
+    local = _local(optax.sgd(0.1))
     with pytest.raises(TypeError, match=message):
-        simulate(step, wrong)
+        simulate(local, wrong)
     with pytest.raises(TypeError, match=message):
-        on_mesh(step, wrong, worker_mesh(8))
+        on_mesh(local, wrong, worker_mesh(8))
 
 
 @EITHER_WAY
 def test_a_state_that_was_given_up_is_refused(simulated):
     problem, graph, optimizer = _problem(4), topology.ring(4), optax.adam(0.1)
-    train_step = _placed(_bind(awc_step, optimizer), graph, simulated)
+    train_step = _placed(_local(optimizer), graph, simulated)
     state = _start(problem, optimizer, 4)
     if not simulated:
         state = place(state, worker_mesh(4))
@@ -1029,15 +1041,14 @@ def test_arrays_that_a_step_cannot_have_are_refused_by_name(kind, num_workers):
     def loss_fn(params, model_state, batch, key):
         return ((params["w"] - batch["x"]) ** 2).sum(), (model_state, {})
 
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn, optimizer)
     put = functools.partial(place, mesh=worker_mesh(num_workers))
     if kind == "all-reduce":
         run = gossip.AllReduce(local, worker_mesh(num_workers))
     elif kind == "background":
         run = gossip.Background(local, graph, worker_mesh(num_workers))
     else:
-        step = local
-        run = contextlib.nullcontext(_placed(step, graph, kind == "simulated"))
+        run = contextlib.nullcontext(_placed(local, graph, kind == "simulated"))
         put = (lambda x: x) if kind == "simulated" else put
     key, seen = jax.random.key(0), {"seen": jnp.ones(3)}
     first = put(init_state({"w": jnp.ones(3)}, optimizer, key, num_workers, seen))
@@ -1093,12 +1104,12 @@ def test_an_algorithm_keeps_a_state_of_its_own(simulated):
         return state._replace(params=params, extra=(tracker, grad)), {}
 
     zeros = jax.tree.map(jnp.zeros_like, problem.start)
-    state = init_state(
-        problem.start, optax.sgd(lr), jax.random.key(0), 5, extra=(zeros, zeros)
-    )
-    train_step = _placed(tracking_step, graph, simulated)
-    for t in range(200):
-        state, _ = train_step(state, problem.optima, t)
+    state = init_state(problem.start, optax.sgd(lr), jax.random.key(0), 5)
+    state = state._replace(extra=stack((zeros, zeros), 5))
+    step = functools.partial(tracking_step, exchange=graph[0])
+    train_step = jax.jit(over_workers(step, None if simulated else worker_mesh(5)))
+    for _ in range(200):
+        state, _ = train_step(state, problem.optima)
     tracker, grad = (np.asarray(tree["x"]) for tree in state.extra)
     np.testing.assert_allclose(tracker.mean(0), grad.mean(0), atol=1e-5)
     # With the true gradient of the mean loss, a constant rate reaches the optimum.
@@ -1113,9 +1124,7 @@ def test_a_complex_model_descends():
         def loss_of_parts(params, model_state, batch, key):
             return jnp.mean(jnp.abs(params - batch) ** 2), (model_state, {})
 
-        local = local_update(
-            loss_fn=loss_of_parts, optimizer=optimizer, num_micro_batches=parts
-        )
+        local = local_update(loss_of_parts, optimizer, parts)
         step = simulate(local, topology.ring(4))
         params = jnp.zeros((), jnp.complex64)
         state = init_state(params, optimizer, jax.random.key(0), 4)
@@ -1132,7 +1141,7 @@ def test_an_optimizer_that_takes_the_loss_has_it():
     def loss_fn(params, model_state, batch, key):
         return jnp.sum(params**2), (model_state, {})
 
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn, optimizer)
     step = simulate(local, topology.ring(3))
     state = init_state(jnp.ones(2), optimizer, jax.random.key(0), 3)
     for t in range(4):  # Its loss stays.
@@ -1149,7 +1158,7 @@ def test_a_key_of_numpy_is_taken():
     def loss_fn(params, model_state, batch, key):
         return jnp.sum(params**2), (model_state, {})
 
-    local = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    local = local_update(loss_fn, optax.sgd(0.1))
     step = simulate(local, topology.ring(3))
     state, _ = step(state, np.zeros((3, 1)), 0)
     np.testing.assert_allclose(state.params, 0.8, rtol=1e-6)
@@ -1190,10 +1199,8 @@ def test_micro_batches_keep_the_mean_of_a_loss_with_a_weight(parts, lengths):
 def test_the_weight_of_a_loss_passes_through_what_wraps_it(wrap):
     loss_fn = _masked_mean if wrap is None else wrap(_masked_mean, jnp.float32)
     graph, tokens = topology.ring(2), jnp.asarray([[[1.0], [-10.0]], [[3.0], [4.0]]])
-    step = _bind(awc_step, optax.sgd(0.1), loss_fn, num_micro_batches=2)
-    _, metrics = simulate(step, graph)(
-        _start(_problem(2), optax.sgd(0.1), 2), tokens, 0
-    )
+    train_step = simulate(_local(optax.sgd(0.1), loss_fn, 2), graph)
+    _, metrics = train_step(_start(_problem(2), optax.sgd(0.1), 2), tokens, 0)
     x = float(_problem(2).start["x"][0, 0])
     wanted = [(x - 1) ** 2, ((x - 3) ** 2 + (x - 4) ** 2) / 2]
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
@@ -1231,7 +1238,7 @@ def test_a_weight_that_is_no_scalar_is_refused():
         return (jnp.sum(params["x"]), batch), (model_state, {})
 
     with pytest.raises(TypeError, match="the weight of the loss must be a scalar, got"):
-        _noisy_run(awc_step, loss_fn=loss_fn)
+        _noisy_run(loss_fn=loss_fn)
 
 
 def test_each_micro_batch_has_the_scalars_of_the_batch():
@@ -1239,16 +1246,16 @@ def test_each_micro_batch_has_the_scalars_of_the_batch():
         loss = batch["weight"] * jnp.mean((params["x"] - batch["x"][0]) ** 2)
         return loss, (model_state, {})
 
-    step = _bind(awc_step, optax.sgd(0.1), loss_fn, num_micro_batches=2)
+    train_step = simulate(_local(optax.sgd(0.1), loss_fn, 2), topology.ring(2))
     state = _start(_problem(2), optax.sgd(0.1), 2)
     examples = jnp.zeros((2, 4))
     batch = {"x": examples, "weight": jnp.array([1.0, 3.0])}
-    _, metrics = simulate(step, topology.ring(2))(state, batch, 0)
+    _, metrics = train_step(state, batch, 0)
     np.testing.assert_allclose(metrics["loss"][1], 3 * metrics["loss"][0], rtol=1e-6)
     for wrong in (jnp.ones((2, 1)), jnp.ones((2, 2))):
         message = r"arrays have different numbers of these: .*\['weight'\].*\['x'\]"
         with pytest.raises(ValueError, match=message):
-            simulate(step, topology.ring(2)).lower(state, batch | {"weight": wrong}, 0)
+            train_step.lower(state, batch | {"weight": wrong}, 0)
 
 
 def test_an_optimizer_gets_the_loss_if_it_takes_one():
@@ -1260,13 +1267,13 @@ def test_an_optimizer_gets_the_loss_if_it_takes_one():
 
     init = lambda params: ()  # noqa: E731
     watching = optax.GradientTransformationExtraArgs(init, update)
-    models = _train(awc_step, topology.ring(2), watching, 1)
+    models = _train(topology.ring(2), watching, 1)
     assert (np.ptp(models[0] - _first_models(2), axis=(1, 2)) < 1e-5).all()
     other = optax.GradientTransformationExtraArgs(init, needy)
     for optimizer in (other, optax.chain(optax.clip(1.0), other)):
         message = r"called with grads, state, params.* raises: .*value_fn.* use dec"
         with pytest.raises(TypeError, match=message):
-            _train(awc_step, topology.ring(2), optimizer, 1)
+            _train(topology.ring(2), optimizer, 1)
 
 
 def _first_models(n):
@@ -1274,16 +1281,17 @@ def _first_models(n):
     return np.stack([_problem(n).start["x"]] * n)
 
 
-@EACH_STEP
+@EACH_PLAN
 @pytest.mark.parametrize("graph", ["ring", "means"])
-def test_narrow_models_are_averaged_where_jax_promotes_nothing_by_itself(step, graph):
+def test_narrow_models_are_averaged_where_jax_promotes_nothing_by_itself(
+    plan_of, graph
+):
     params = {"x": jnp.ones((3, 4)), "h": jnp.ones(3, jnp.bfloat16)}
-    topology, optimizer = GRAPHS[graph], optax.sgd(0.1)
-    bound = _bind(step, optimizer)
-    count = topology.num_workers
-    state = init_state(params, optimizer, jax.random.key(0), count)
+    plan, optimizer = plan_of(GRAPHS[graph]), optax.sgd(0.1)
+    local, count = _local(optimizer), plan.num_workers
+    state = init_state(params, optimizer, jax.random.key(0), plan)
     with jax.numpy_dtype_promotion("strict"):
-        simulate(bound, topology).lower(state, jnp.zeros((count, 1, 3, 4)), 0)
+        simulate(local, plan).lower(state, jnp.zeros((count, 1, 3, 4)), 0)
 
 
 def _with_weak_types(params, model_state, batch, key):
@@ -1364,6 +1372,5 @@ def summed(params, model_state, batch, key):
 
 def test_means_of_gradients_and_workers_that_are_to_be_alone_are_not_warned_of():
     local = local_update(summed, optax.sgd(0.1))
-    step = functools.partial(all_reduce_step, adapt=local)
-    simulate(step, ISLANDS)
+    simulate(local, all_reduce(ISLANDS))
     simulate(local, topology.alone(3))
