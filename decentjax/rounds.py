@@ -396,8 +396,9 @@ def check_carried(rounds: Rounds, state: WorkerState) -> None:
     """
     if not isinstance(state.extra, TrackingState if rounds.tracking else RoundState):
         raise TypeError(
-            "rounds need their own state: pass to init_state extra="
-            f"init_rounds(rounds, params), got {type(state.extra).__name__}"
+            "rounds need their own state: pass them to init_state, as in "
+            "init_state(params, optimizer, key, rounds), or call init of the train "
+            f"step, got {type(state.extra).__name__}"
         )
     check_no_own_model(state.opt_state, "a round")
     check_averageable(state.opt_state)
@@ -440,6 +441,8 @@ def travelling(fragment: Fragment, state: WorkerState) -> Any:
 def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
     """Returns the averaging over the axis of the workers, of plain or encoded leaves.
 
+    Of rounds that average whole models in every step it is that of models.
+
     Args:
       rounds: the rounds.
       shards: as in `mix`; partition specs of the params.
@@ -458,6 +461,8 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
     if compression is None:
         if shards is None:
             return mix_workers
+        if rounds.averages_models:  # As trees of params, not as leaves by number.
+            return functools.partial(mix_workers, shards=shards)
         specs = (shards, shards) if rounds.tracking else shards
         specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return functools.partial(_mix_shards, specs)
