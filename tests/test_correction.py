@@ -9,18 +9,12 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from plans import all_reduce, atc, awc
 
 from decentjax import (
-    WorkerState,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     decentralize,
-    decentralize_atc,
-    decentralize_rounds,
     exact_diffusion,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     methods,
@@ -28,7 +22,6 @@ from decentjax import (
     over_workers,
     place,
     quasi_global_momentum,
-    round_step,
     simulate,
     topology,
     worker_mesh,
@@ -37,11 +30,11 @@ from decentjax.codec import bfloat16, int8
 from decentjax.compression import copies, error_feedback
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, blend, replace
-from decentjax.schedule import every, in_fragments
 from decentjax.updates import Gradient, LocalUpdate
 
 N, D, ZERO = 6, 5, np.int64(0)
 GRAPH = topology.ring(N)
+ATC = atc(GRAPH)
 GENERATOR = np.random.default_rng(0)
 CURVATURE = GENERATOR.uniform(0.5, 2, (N, 1))
 OPTIMA = GENERATOR.standard_normal((N, D))
@@ -58,29 +51,20 @@ def loss_fn(params, model_state, batch, key):
     return 0.5 * curvature[0] * jnp.sum((params - optimum) ** 2), (model_state, {})
 
 
-def train(step, optimizer, num_steps, graph=GRAPH, where="simulated"):
-    """The models after each step, float64 [num_steps, N, D].
-
-    The step is of one worker, or the rounds that it takes.
-    """
+def train(plan, optimizer, num_steps, where="simulated"):
+    """The models after each step, float64 [num_steps, N, D]."""
     with jax.enable_x64(True):
-        params, extra = jnp.zeros(D), ()
-        local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-        if not isinstance(step, Rounds):
-            one = functools.partial(step, adapt=local)
-        else:
-            one = local
-            graph, extra = step.schedule, init_rounds(step, params)
-        state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
+        local = local_update(loss_fn, optimizer)
+        state = init_state(jnp.zeros(D), optimizer, jax.random.key(0), plan)
         batch, mesh = (jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)), worker_mesh(N)
         if where == "simulated":
-            taking = contextlib.nullcontext(simulate(one, graph))
+            taking = contextlib.nullcontext(simulate(local, plan))
         else:
             state, batch = place((state, batch), mesh)
             options = {"lowering": Lowering()}
-            taking = contextlib.nullcontext(on_mesh(one, graph, mesh))
+            taking = contextlib.nullcontext(on_mesh(local, plan, mesh))
             if where == "thread":
-                taking = gossip.Background(local, graph, mesh, **options)
+                taking = gossip.Background(local, plan, mesh, **options)
         found = []
         with taking as train_step:
             for t in range(num_steps):
@@ -99,11 +83,11 @@ def away(models):
 def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     """The further from the optimum, the longer the steps: of order of the rate."""
     damped = topology.damped(GRAPH, 0.5)
-    plain = [away(train(atc_step, optax.sgd(rate), 800)) for rate in (0.2, 0.1, 0.05)]
+    plain = [away(train(ATC, optax.sgd(rate), 800)) for rate in (0.2, 0.1, 0.05)]
     assert plain[0] > 1.5 * plain[1] > 2 * plain[2] > 0.05
     corrected = exact_diffusion(optax.sgd(0.2))
-    assert away(train(atc_step, corrected, 800, damped)) < 1e-12
-    assert away(train(awc_step, exact_diffusion(optax.sgd(0.1)), 1500, damped)) < 1e-12
+    assert away(train(atc(damped), corrected, 800)) < 1e-12
+    assert away(train(damped, exact_diffusion(optax.sgd(0.1)), 1500)) < 1e-12
     for how in (
         methods.gradient_tracking(GRAPH),
         methods.gradient_tracking(GRAPH, delay=0),
@@ -111,22 +95,18 @@ def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     ):
         assert away(train(how, optax.sgd(0.05), 2500)) < 1e-12, how
     # At rest nothing moves, and quasi-global momentum is nothing.
-    rests = train(atc_step, quasi_global_momentum(0.05), 3000)[-1]
-    np.testing.assert_allclose(rests, train(atc_step, optax.sgd(0.05), 3000)[-1])
+    rests = train(ATC, quasi_global_momentum(0.05), 3000)[-1]
+    np.testing.assert_allclose(rests, train(ATC, optax.sgd(0.05), 3000)[-1])
 
 
 COPIES = copies(bfloat16())
 ROUNDED = {
-    "plain": (decentralize_atc, optax.sgd, GRAPH),
-    "momentum": (decentralize, functools.partial(optax.sgd, momentum=0.5), GRAPH),
-    "QG": (decentralize_atc, quasi_global_momentum, GRAPH),
-    "tracking": (decentralize_rounds, optax.sgd, methods.gradient_tracking(GRAPH)),
-    "copies": (
-        decentralize_rounds,
-        optax.sgd,
-        Rounds(GRAPH, compression=COPIES),
-    ),
-    "local": (decentralize_rounds, optax.sgd, Rounds(GRAPH, delay=1)),
+    "plain": (optax.sgd, ATC),
+    "momentum": (functools.partial(optax.sgd, momentum=0.5), GRAPH),
+    "QG": (quasi_global_momentum, ATC),
+    "tracking": (optax.sgd, methods.gradient_tracking(GRAPH)),
+    "copies": (optax.sgd, Rounds(GRAPH, compression=COPIES)),
+    "local": (optax.sgd, Rounds(GRAPH, delay=1)),
 }
 
 
@@ -138,7 +118,7 @@ def after(num_steps, optimizer, dtype="float32"):
             def step(carry, _):
                 x, state = carry
                 gradient = curvature * (x - optimum)
-                updates, state = optimizer.update(gradient, state, x, step=0)
+                updates, state = optimizer.update(gradient, state, x)
                 return (optax.apply_updates(x, updates), state), None
 
             x = jnp.zeros(D, dtype)
@@ -153,17 +133,17 @@ def after(num_steps, optimizer, dtype="float32"):
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_float32_rounds_does_not_add_up(name):
     """Nor in the gradients that the tracker sums, nor in the changes of copies."""
-    compose, inner, plan = ROUNDED[name]
-    optimizer = compose(inner(0.01), plan, "workers")
+    inner, plan = ROUNDED[name]
+    optimizer = decentralize(inner(0.01), plan, "workers")
     narrow, wide = (after(5000, optimizer, x).mean(0) for x in ("float32", "float64"))
     # An update of less than half a bit of a number of size 1 is lost.
     np.testing.assert_allclose(narrow, wide, atol=4 * 2.0**-25 / 0.01)
 
 
-@pytest.mark.parametrize("compose", [decentralize_atc, decentralize])
-def test_exact_diffusion_adds_up_what_exchanges_round_as_its_page_says(compose):
-    damped = topology.damped(GRAPH, 0.5)
-    optimizer = compose(exact_diffusion(optax.sgd(0.01)), damped, "workers")
+@pytest.mark.parametrize("plan_of", [atc, awc])
+def test_exact_diffusion_adds_up_what_exchanges_round_as_its_page_says(plan_of):
+    plan = plan_of(topology.damped(GRAPH, 0.5))
+    optimizer = decentralize(exact_diffusion(optax.sgd(0.01)), plan, "workers")
     away = np.abs(after(5000, optimizer).mean(0) - SHARED).max()
     assert away < 1.3e-8 * np.abs(SHARED).max() * 5000 / 0.01
 
@@ -172,7 +152,7 @@ def test_with_nesterov_quasi_global_momentum_rests_at_a_longer_rate():
     """An update is 1 + b gradients long, and where it rests is further off."""
     ahead = quasi_global_momentum(0.05, momentum=0.9, nesterov=True)
     found, plain, longer = (
-        after(3000, decentralize(one, Rounds(GRAPH), "workers"), "float64")
+        after(3000, decentralize(one, ATC, "workers"), "float64")
         for one in (ahead, optax.sgd(0.05), optax.sgd(0.095))
     )
     np.testing.assert_allclose(found, longer, rtol=1e-6)
@@ -180,27 +160,19 @@ def test_with_nesterov_quasi_global_momentum_rests_at_a_longer_rate():
 
 
 @pytest.mark.parametrize(
-    ("plan", "parts", "words"),
+    ("parts", "words"),
     [
-        (every(GRAPH, 2), {"outer": optax.sgd(0.7)}, "of 0, an outer optimizer"),
-        (
-            every(GRAPH, 2),
-            {"merge": blend(0.5)},
-            r"got blend\(0.5\) with a delay of 0$",
-        ),
-        (every(GRAPH, 2, 2), {"merge": replace}, "got replace with a delay of 2$"),
-        (in_fragments(GRAPH, 2, [(0,), (1,)]), {}, "a delay of 1, fragments$"),
-        (
-            every(GRAPH, 2),
-            {"compression": error_feedback(int8())},
-            "a delay of 0, error_feedback$",
-        ),
+        ({"outer": optax.sgd(0.7)}, "of 0, an outer optimizer"),
+        ({"merge": blend(0.5)}, r"got blend\(0.5\) with a delay of 0$"),
+        ({"delay": 2, "merge": replace}, "got replace with a delay of 2$"),
+        ({"delay": 1, "fragments": [(0,), (1,)]}, "a delay of 1, fragments$"),
+        ({"compression": error_feedback(int8())}, "a delay of 0, error_feedback$"),
     ],
     ids=["outer", "blend", "replace late", "fragments", "codec"],
 )
-def test_rounds_that_change_the_sum_of_all_estimates_are_refused(plan, parts, words):
+def test_rounds_that_change_the_sum_of_all_estimates_are_refused(parts, words):
     with pytest.raises(ValueError, match=f"tracking averages whole models .*{words}"):
-        Rounds(plan, **parts, tracking=True)
+        Rounds(GRAPH, 2, **parts, tracking=True)
 
 
 @pytest.mark.parametrize(("num_steps", "delay"), [(1, 0), (1, 1), (3, 2)])
@@ -219,10 +191,8 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay):
             return state._replace(params={**mixed, "x": x}), {}
 
         local = LocalUpdate(gradient, descend)
-        key, extra = jax.random.key(0), init_rounds(how, params)
-        state = init_state(params, optax.sgd(0.05), key, N, extra=extra)
-        step = local
-        train_step = simulate(step, how)
+        state = init_state(params, optax.sgd(0.05), jax.random.key(0), how)
+        train_step = simulate(local, how)
         for t in range(40):
             batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
             state, _ = train_step(state, batch, t)
@@ -234,26 +204,20 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay):
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("plan", "name"),
     [
-        functools.partial(round_step, rounds=methods.gradient_tracking(GRAPH)),
-        all_reduce_step,
+        (methods.gradient_tracking(GRAPH), "gradient tracking"),
+        (all_reduce(GRAPH), "all-reduce"),
     ],
-    ids=["gradient tracking", "all_reduce_step"],
+    ids=["tracking", "all_reduce"],
 )
-def test_an_adapt_that_hides_its_gradient_is_refused(step, request):
+def test_a_local_update_that_hides_its_gradient_is_refused(plan, name):
     def local(state, batch, mixed):
         return state._replace(params=mixed), {}
 
-    extra = init_rounds(methods.gradient_tracking(GRAPH), jnp.zeros(D))
-    state = WorkerState(jnp.zeros(D), (), (), jax.random.key(0), extra)
-    state = jax.tree.map(lambda x: jnp.stack([x] * N), state)
-    step = functools.partial(step, adapt=local)
-    plan = methods.gradient_tracking(GRAPH).schedule
-    plan = GRAPH if "all" in request.node.callspec.id else plan
-    name = request.node.callspec.id
+    state = init_state(jnp.zeros(D), optax.sgd(0.1), jax.random.key(0), plan)
     with pytest.raises(TypeError, match=f"{name} changes the gradient .*, got local"):
-        simulate(step, plan)(state, jnp.zeros((N, 1)), 0)
+        simulate(local, plan)(state, jnp.zeros((N, 1)), 0)
 
 
 @pytest.mark.parametrize("where", ["simulated", "mesh"])
@@ -268,7 +232,7 @@ def test_exact_diffusion_is_d2(where):
         before = x, g
         x = W @ move
         wanted.append(x)
-    got = train(atc_step, exact_diffusion(optax.sgd(0.1)), 9, where=where)
+    got = train(ATC, exact_diffusion(optax.sgd(0.1)), 9, where=where)
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
 
 
@@ -286,7 +250,7 @@ def test_beside_the_gradient_exact_diffusion_is_extra(where):
         moved = 0.1 * (gradient(new) - gradient(x))
         new, x = (np.eye(N) + W) @ new - half @ x - moved, new
     damped, optimizer = topology.damped(GRAPH, 0.5), exact_diffusion(optax.sgd(0.1))
-    got = train(awc_step, optimizer, 9, damped, where)
+    got = train(damped, optimizer, 9, where)
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
 
 
@@ -338,7 +302,7 @@ def test_beside_the_gradient_quasi_global_momentum_is_of_mixed_models(where):
             buffer = 0.9 * buffer + 0.1 * (before - mixed) / 0.1
         x, before = mixed - 0.1 * (0.9 * buffer + gradient(x)), mixed
         wanted.append(x)
-    got = train(awc_step, quasi_global_momentum(0.1), 9, where=where)
+    got = train(GRAPH, quasi_global_momentum(0.1), 9, where)
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-8)
 
 
@@ -356,34 +320,30 @@ def test_quasi_global_momentum_is_its_algorithm_1(nesterov):
         x = new
         wanted.append(x)
     schedule = optax.exponential_decay(0.1, 1, 0.5)
-    got = train(atc_step, quasi_global_momentum(schedule, nesterov=nesterov), 9)
+    got = train(ATC, quasi_global_momentum(schedule, nesterov=nesterov), 9)
     # The schedules of optax are float32.
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-8)
 
 
-TRACKING = methods.gradient_tracking(GRAPH)
-
-
 @pytest.mark.parametrize(
-    ("step", "compose", "inner"),
+    ("plan", "inner"),
     [
-        (atc_step, decentralize_atc, exact_diffusion(optax.adam(0.1))),
-        (awc_step, decentralize, exact_diffusion(optax.sgd(0.1))),
-        (atc_step, decentralize_atc, quasi_global_momentum(0.1)),
-        (awc_step, decentralize, quasi_global_momentum(0.1)),
-        (TRACKING, decentralize_rounds, optax.adam(0.1)),
+        (ATC, exact_diffusion(optax.adam(0.1))),
+        (GRAPH, exact_diffusion(optax.sgd(0.1))),
+        (ATC, quasi_global_momentum(0.1)),
+        (GRAPH, quasi_global_momentum(0.1)),
+        (methods.gradient_tracking(GRAPH), optax.adam(0.1)),
     ],
     ids=["D2", "EXTRA", "QG", "QG beside", "tracking"],
 )
-def test_they_compose_inside_decentralize(step, compose, inner):
+def test_they_compose_inside_decentralize(plan, inner):
     """As a transformation in one's own loop they do what the steps do."""
-    plan = TRACKING if step is TRACKING else GRAPH
-    optimizer = compose(inner, plan, "workers")
+    optimizer = decentralize(inner, plan, "workers")
     with jax.enable_x64(True):
 
         def one(params, opt_state, batch):
             grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
-            updates, opt_state = optimizer.update(grads, opt_state, params, step=0)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
         params = jnp.zeros((N, D))
@@ -392,7 +352,7 @@ def test_they_compose_inside_decentralize(step, compose, inner):
         for _ in range(5):
             batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
             params, opt_state = take(params, opt_state, batch)
-    wanted = train(step, inner, 5)[-1]
+    wanted = train(plan, inner, 5)[-1]
     np.testing.assert_allclose(params, wanted, rtol=1e-9, atol=1e-12)
 
 
@@ -419,7 +379,7 @@ def test_they_need_the_params(optimizer):
 def test_what_would_change_what_a_correction_adds_is_refused(one, make):
     message = r"optax\.\w+ changes the updates of (exact_diff|quasi_gl).*: put it "
     with pytest.raises(ValueError, match=message):
-        train(atc_step, make(one), 1)
+        train(ATC, make(one), 1)
 
 
 @pytest.mark.parametrize(
@@ -434,14 +394,14 @@ def test_what_would_change_what_a_correction_adds_is_refused(one, make):
 def test_what_keeps_a_correction_whole_may_be_around_it(make):
     optimizer = make(exact_diffusion(optax.sgd(0.2)))
     damped = topology.damped(GRAPH, 0.5)
-    assert away(train(atc_step, optimizer, 600, damped)) < 1e-6
+    assert away(train(atc(damped), optimizer, 600)) < 1e-6
 
 
 def test_quasi_global_momentum_may_be_last_in_a_chain():
     """Where optax wraps it, as it takes no extra arguments."""
     plain = quasi_global_momentum(0.1)
     chained = optax.chain(optax.clip(99.0), plain)
-    found, wanted = (train(atc_step, one, 5) for one in (chained, plain))
+    found, wanted = (train(ATC, one, 5) for one in (chained, plain))
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -479,7 +439,7 @@ def test_tracking_refuses_to_skip_what_is_not_finite():
 
 
 def test_a_correction_inside_averages_nothing_itself():
-    inner = decentralize(optax.sgd(0.1), Rounds(GRAPH), "workers")
+    inner = decentralize(optax.sgd(0.1), ATC, "workers")
     with pytest.raises(TypeError, match="and so does what is around exact_diffusion"):
         exact_diffusion(inner).init(jnp.zeros(2))
 
@@ -489,7 +449,7 @@ def test_an_injected_rate_is_that_of_the_step_that_moved():
     schedule = optax.exponential_decay(0.2, 1, 0.5)
     injected = optax.inject_hyperparams(quasi_global_momentum)
     plain, other = (
-        train(atc_step, make(schedule), 8) for make in (quasi_global_momentum, injected)
+        train(ATC, make(schedule), 8) for make in (quasi_global_momentum, injected)
     )
     np.testing.assert_allclose(other, plain, rtol=1e-6)
 
@@ -498,15 +458,12 @@ def test_narrow_params_are_tracked_in_float32_or_refused():
     params = jnp.zeros(3, jnp.bfloat16)
     optimizer = optax.sgd(0.1)
     how = methods.gradient_tracking(GRAPH)
-    extra = init_rounds(how, params)
-    state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
+    state = init_state(params, optimizer, jax.random.key(0), how)
 
     def loss_fn(params, model_state, batch, key):
         return (params.astype(jnp.float32) * batch).sum(), (model_state, {})
 
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    step = local
-    step = simulate(step, how)
+    step = simulate(local_update(loss_fn, optimizer), how)
     batches = GENERATOR.standard_normal((50, N, 3)).astype("float32")
     for t, batch in enumerate(batches):
         state, _ = step(state, batch, t)
@@ -524,7 +481,7 @@ def test_narrow_params_are_tracked_in_float32_or_refused():
     "inner", [exact_diffusion(optax.sgd(0.1)), quasi_global_momentum(0.1)]
 )
 def test_a_step_may_donate_params_and_state(inner):
-    optimizer = decentralize(inner, Rounds(GRAPH), "workers")
+    optimizer = decentralize(inner, ATC, "workers")
 
     def step(params, opt_state):
         updates, opt_state = optimizer.update(params, opt_state, params)
