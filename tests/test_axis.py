@@ -8,16 +8,15 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from plans import atc
 
 from decentjax import (
     AXIS,
-    all_reduce_step,
-    atc_step,
+    Rounds,
     codec,
     consensus_distance,
     decentralize,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     local_workers,
@@ -34,6 +33,7 @@ from decentjax import (
 )
 from decentjax.compression import error_feedback
 from decentjax.placement import axis_of, slices_of
+from decentjax.plan import schedule_of, worker_step
 
 OPTIMIZER = optax.adam(0.1)
 RING, STEPS = topology.ring(4), 3
@@ -70,8 +70,8 @@ def batches():
     return draws.astype("float32")
 
 
-def trained(train_step, mesh=None, extra=()):
-    state = init_state(params(), OPTIMIZER, jax.random.key(0), 4, extra=extra)
+def trained(train_step, mesh=None, plan=4):
+    state = init_state(params(), OPTIMIZER, jax.random.key(0), plan)
     rows = batches()
     if mesh is not None:
         state = place(state, mesh)
@@ -80,45 +80,36 @@ def trained(train_step, mesh=None, extra=()):
     return np.asarray(state.params["w"])
 
 
-def in_rounds(rounds):
-    step = LOCAL
-    return step, rounds.schedule
-
-
-FORMS = {
-    "awc": (LOCAL, RING),
-    "atc": (functools.partial(atc_step, adapt=LOCAL), topology.complete(4)),
-    "all_reduce": (functools.partial(all_reduce_step, adapt=LOCAL), RING),
-    "rounds": in_rounds(DILOCO),
+PLANS = {
+    "awc": RING,
+    "atc": atc(topology.complete(4)),
+    "all_reduce": methods.all_reduce(4),
+    "rounds": DILOCO,
 }
 
 
 @pytest.mark.draw(6)
 @pytest.mark.parametrize("named", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_step_runs_over_an_axis_of_any_name(form, named):
-    (step, plan), mesh = FORMS[form], mesh_of(*named)
-    extra = init_rounds(DILOCO, params()) if form == "rounds" else ()
-    wanted = trained(simulate(step, plan), extra=extra)
-    got = trained(on_mesh(step, plan, mesh), mesh, extra)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_step_runs_over_an_axis_of_any_name(plan, named):
+    mesh = mesh_of(*named)
+    wanted = trained(simulate(LOCAL, plan), plan=plan)
+    got = trained(on_mesh(LOCAL, plan, mesh), mesh, plan)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 def test_encoded_messages_travel_over_it_too():
     mesh = mesh_of(*MESHES["data"])
-    rounds = methods.local_sgd(RING, num_steps=1)
-    rounds = rounds.__class__(rounds.schedule, compression=error_feedback(codec.int8()))
-    step, plan = in_rounds(rounds)
-    extra = init_rounds(rounds, params())
-    wanted = trained(simulate(step, plan), extra=extra)
-    got = trained(on_mesh(step, plan, mesh), mesh, extra)
+    plan = Rounds(RING, compression=error_feedback(codec.int8()))
+    wanted = trained(simulate(LOCAL, plan), plan=plan)
+    got = trained(on_mesh(LOCAL, plan, mesh), mesh, plan)
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["data", "replica"])
 def test_a_second_thread_exchanges_over_it(name):
     mesh = mesh_of(*MESHES[name])
-    wanted = trained(simulate(*FORMS["awc"]))
+    wanted = trained(simulate(LOCAL, RING))
     with gossip.Background(LOCAL, RING, mesh) as train_step:
         got = trained(train_step, mesh)
         train_step.settle()
@@ -127,7 +118,7 @@ def test_a_second_thread_exchanges_over_it(name):
 
 def test_the_mean_of_gradients_is_over_it():
     mesh = mesh_of(*MESHES["data"])
-    wanted = trained(simulate(*FORMS["all_reduce"]))
+    wanted = trained(simulate(LOCAL, PLANS["all_reduce"]))
     with gossip.AllReduce(LOCAL, mesh) as train_step:
         got = trained(train_step, mesh)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
@@ -193,33 +184,38 @@ def test_an_optimizer_of_ones_own_map_is_given_its_name():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("form", FORMS)
-def test_one_worker_may_be_a_slice_too(form, kind):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        topology.complete(1),
+        atc(topology.complete(1)),
+        methods.all_reduce(1),
+        methods.diloco(1, num_steps=2),
+    ],
+    ids=PLANS,
+)
+def test_one_worker_may_be_a_slice_too(plan, kind):
     """XLA has no sum over an axis of size 1 beside an axis that it shards itself."""
-    step = FORMS[form][0]
-    plan = methods.diloco(1, num_steps=2) if form == "rounds" else topology.complete(1)
-    if form == "rounds":
-        step, plan = in_rounds(plan)
     mesh = jax.make_mesh((1, 2), ("replica", "fsdp"), (kind,) * 2)
-    extra = init_rounds(methods.diloco(1, num_steps=2), params())
     cut = NamedSharding(mesh, PartitionSpec("replica", "fsdp"))
-    state = init_state(params(), OPTIMIZER, jax.random.key(0), 1, extra=extra)
+    state = init_state(params(), OPTIMIZER, jax.random.key(0), plan)
     state = jax.tree.map(
         lambda x: jax.device_put(x, cut) if x.ndim > 2 else place(x, mesh), state
     )
     batch = place(batches()[0, :1], mesh)
-    new, _ = on_mesh(step, plan, mesh)(state, batch, 0)
+    new, _ = on_mesh(LOCAL, plan, mesh)(state, batch, 0)
     assert new.params["w"].sharding.spec[:2] == ("replica", "fsdp")
 
 
 def test_of_several_mapped_axes_none_is_taken_for_the_workers():
     mesh = jax.make_mesh((2, 2), ("dcn", "ici"), (AxisType.Auto,) * 2)
-    step = functools.partial(all_reduce_step, exchange=topology.complete(4)[0])
+    plan = methods.all_reduce(4)
+    step = functools.partial(worker_step(LOCAL, plan), event=schedule_of(plan)[0])
 
     def worker(x, batch):
         state = init_state({"w": x[0]}, OPTIMIZER, jax.random.key(0), 1)
         state = jax.tree.map(lambda x: x[0], state)
-        new, _ = step(state, batch[0], adapt=LOCAL)
+        new, _ = step(state, batch[0])
         return new.params["w"][None]
 
     rows = PartitionSpec(("dcn", "ici"))
@@ -244,7 +240,7 @@ def test_one_worker_is_equal_on_all_where_types_are_checked():
 def test_a_second_thread_takes_further_axes_of_size_one():
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 1), ("replica", "fsdp"), kinds, devices=jax.devices()[:4])
-    wanted = trained(simulate(*FORMS["awc"]))
+    wanted = trained(simulate(LOCAL, RING))
     with gossip.Background(LOCAL, RING, mesh) as train_step:
         got = trained(train_step, mesh)
         train_step.settle()

@@ -1,5 +1,6 @@
 """Codecs alone, and compressed rounds against their papers in float64 NumPy."""
 
+import dataclasses
 import functools
 
 import hlo
@@ -39,8 +40,7 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Topology
-from decentjax.rounds import Rounds, init_rounds, replace
-from decentjax.schedule import every, in_fragments
+from decentjax.rounds import Rounds, replace
 
 CODECS = {
     "float16": codec.float16(),
@@ -182,12 +182,11 @@ def test_bytes_are_counted():
 
 def lossy(how, encoded=error_feedback, **options):
     """Rounds with a codec that keeps the larger three quarters of each leaf."""
-    return Rounds(
-        how.schedule,
-        how.outer,
-        how.merge,
-        encoded(codec.top_k(0.75), **options),
-    )
+    return with_compression(how, encoded(codec.top_k(0.75), **options))
+
+
+def with_compression(how, compression):
+    return dataclasses.replace(how, compression=compression)
 
 
 def largest(x):
@@ -270,7 +269,7 @@ def test_sparse_loco_is_its_algorithm(where):
 )
 def test_an_exact_codec_changes_nothing(how, encoded):
     compression = encoded(codec.exact())
-    coded = Rounds(how.schedule, how.outer, how.merge, compression)
+    coded = with_compression(how, compression)
     got, wanted = run(coded, 4, 13), run(how, 4, 13)
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-12)
 
@@ -296,36 +295,43 @@ OF = {
     name: error_feedback if one.keeps > 0.75 else copies for name, one in CODECS.items()
 }
 PLANS = {
-    **{name: (name, of, every(RING, 2, delay=1), 2) for name, of in OF.items()},
-    "drift": ("top in 2 bits", drift, every(topology.complete(4), 2, delay=1), 3),
+    **{name: (name, of, Rounds(RING, 2, delay=1), 2) for name, of in OF.items()},
+    "drift": (
+        "top in 2 bits",
+        drift,
+        Rounds(topology.complete(4), 2, delay=1, outer=optax.sgd(0.7)),
+        3,
+    ),
     "groups": (
         "int4",
         error_feedback,
-        every(topology.butterfly_groups(8, 4), 2, delay=1),
+        Rounds(topology.butterfly_groups(8, 4), 2, delay=1),
         3,
     ),
-    "fragments": ("int8", error_feedback, in_fragments(RING, 2, [(1,), (0,)]), 2),
+    "fragments": (
+        "int8",
+        error_feedback,
+        Rounds(RING, 2, delay=1, fragments=[(1,), (0,)]),
+        2,
+    ),
 }
 
 
 @pytest.mark.draw(4)
-@pytest.mark.parametrize(("name", "of", "plan", "peers"), PLANS.values(), ids=PLANS)
-def test_the_encoded_bytes_are_what_travels(name, of, plan, peers):
+@pytest.mark.parametrize(("name", "of", "plain", "peers"), PLANS.values(), ids=PLANS)
+def test_the_encoded_bytes_are_what_travels(name, of, plain, peers):
     """Read from the compiled program, and equal to what analysis says."""
-    one, sizes, n = CODECS[name], [300, 1000], plan.num_workers
-    outer = optax.sgd(0.7) if of is drift else None
-    how = Rounds(plan, outer, compression=of(one))
-    optimizer = optax.sgd(0.1)
+    one, sizes, n = CODECS[name], [300, 1000], plain.num_workers
+    how, schedule = with_compression(plain, of(one)), plain.schedule
+    optimizer, mesh = optax.sgd(0.1), worker_mesh(n)
     params = {"v": jnp.zeros(sizes[0]), "w": jnp.zeros(sizes[1])}
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    step = local
-    mesh, extra = worker_mesh(n), init_rounds(how, params)
-    state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
+    state = init_state(params, optimizer, jax.random.key(0), how)
     state, batch = place((state, jnp.ones((n, 1000))), mesh)
-    text = on_mesh(step, plan, mesh).lower(state, batch, 0).compile().as_text()
-    leaves = [sizes[leaf] for leaf in plan.rounds[0].leaves or (0, 1)]
+    train_step = on_mesh(local_update(loss_fn, optimizer), how, mesh)
+    text = train_step.lower(state, batch, 0).compile().as_text()
+    leaves = [sizes[leaf] for leaf in schedule.rounds[0].leaves or (0, 1)]
     message = sum(num_bytes(one, (size,)) for size in leaves)
-    graph = Topology("permutations", (as_permutations(plan.exchanges[0]),))
+    graph = Topology("permutations", (as_permutations(schedule.exchanges[0]),))
     (wanted,) = analysis.traffic(graph, message)
     sent = hlo.traffic(text, n, 1).worker_bytes
     assert (sent == wanted.worker_bytes).all()
@@ -337,12 +343,9 @@ def train(how, num_steps, seed=0):
     """Distance from the optimum, and among the workers, at the end."""
     generator = np.random.default_rng(seed)
     optimizer, params = optax.sgd(0.5), {"w": jnp.zeros(64)}
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    step = local
-    extra = init_rounds(how, params)
-    state = init_state(params, optimizer, jax.random.key(seed), 4, extra=extra)
+    state = init_state(params, optimizer, jax.random.key(seed), how)
     batch = jnp.asarray(generator.standard_normal((4, 64)), jnp.float32)
-    train_step = simulate(step, how)
+    train_step = simulate(local_update(loss_fn, optimizer), how)
     for t in range(num_steps):
         state, _ = train_step(state, batch, t)
     return np.asarray(state.params["w"]), np.asarray(batch)
@@ -358,7 +361,7 @@ def test_what_a_message_drops_is_sent_later(name, is_drift):
         how = Rounds(topology.complete(4), 2, outer=optax.sgd(1.0), merge=replace)
     else:
         how = Rounds(RING)
-    how = Rounds(how.schedule, how.outer, how.merge, encoded(one))
+    how = with_compression(how, encoded(one))
     got, batch = train(how, 3000)
     error = np.abs(got.mean(0) - batch.mean(0)).max()
     assert error < 0.05 * np.abs(batch).max()
@@ -384,7 +387,7 @@ def test_mixing_keeps_the_mean_exactly():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_anchors_that_all_share_stay_one_bit_for_bit(dtype):
     how = Rounds(topology.complete(5), 2, outer=optax.sgd(0.9, 0.9), merge=replace)
-    how = Rounds(how.schedule, how.outer, how.merge, drift(codec.int8(16)))
+    how = with_compression(how, drift(codec.int8(16)))
     state = final(how, 5, 200, dtype)
     (anchor,) = state.extra.anchor.values()
     assert anchor.dtype == jnp.float32
@@ -398,14 +401,11 @@ def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
         step = batch.astype(mixed["w"].dtype)
         return state._replace(params={"w": mixed["w"] + step}), {}
 
-    plan = every(topology.complete(8), 2)
-    whole = drift(codec.top_k(1.0))
-    how = Rounds(plan, optax.sgd(1.0), replace, whole)
+    how = Rounds(topology.complete(8), 2, outer=optax.sgd(1.0), merge=replace)
+    how = with_compression(how, drift(codec.top_k(1.0)))
     params = {"w": jnp.ones(4, jnp.bfloat16)}
-    extra, key = init_rounds(how, params), jax.random.key(0)
-    state = init_state(params, optax.sgd(0.0), key, 8, extra=extra)
-    step = local
-    train_step, push = simulate(step, plan), jnp.zeros((8, 1)).at[0].set(0.02)
+    state = init_state(params, optax.sgd(0.0), jax.random.key(0), how)
+    train_step, push = simulate(local, how), jnp.zeros((8, 1)).at[0].set(0.02)
     for t in range(200):
         state, _ = train_step(state, push * (t % 2), t)
     (anchor,) = state.extra.anchor.values()
@@ -414,12 +414,9 @@ def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
 
 def final(how, n, num_steps, dtype):
     optimizer, params = optax.sgd(0.3), {"w": jnp.zeros(64, dtype)}
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    step = local
-    extra = init_rounds(how, params)
-    state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
+    state = init_state(params, optimizer, jax.random.key(0), how)
     draws = np.random.default_rng(0).standard_normal((n, 64))
-    train_step = simulate(step, how)
+    train_step = simulate(local_update(loss_fn, optimizer), how)
     for t in range(num_steps):
         state, _ = train_step(state, jnp.asarray(draws, dtype), t)
     return state

@@ -168,7 +168,7 @@ def test_what_a_worker_keeps_is_what_it_has_sent():
         def step(carry, t):
             x, state = carry
             noise = jax.random.normal(jax.random.fold_in(key, t), shape)
-            updates, state = optimizer.update(x + noise, state, x, step=0)
+            updates, state = optimizer.update(x + noise, state, x)
             return (optax.apply_updates(x, updates), state), None
 
         x = jnp.zeros(shape)

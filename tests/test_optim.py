@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from plans import atc, awc
 
 import decentjax
 from decentjax import (
@@ -18,7 +19,6 @@ from decentjax import (
     accum_adam,
     accum_adamw,
     decentralize,
-    decentralize_atc,
     exact_diffusion,
     methods,
     mix,
@@ -295,8 +295,8 @@ def test_a_decentralized_optimizer_follows_the_dense_recursion(
     order, inner, graph, num_steps, simulated
 ):
     problem = _problem(graph.num_workers)
-    make = {"awc": decentralize, "atc": decentralize_atc}[order]
-    optimizer = make(inner.optimizer, graph, AXIS)
+    plan = {"awc": awc, "atc": atc}[order](graph)
+    optimizer = decentralize(inner.optimizer, plan, AXIS)
     got = _descend(optimizer, problem, num_steps, simulated)
     wanted = _recursion(order, graph, problem, inner.update, num_steps)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
@@ -343,13 +343,13 @@ def test_narrow_messages_go_through_decentralize():
     assert np.abs(got - exact).max() > 1e-4
 
 
-@pytest.mark.parametrize("make", [decentralize, decentralize_atc])
-def test_bfloat16_models_end_up_where_mixing_takes_them(make):
+@pytest.mark.parametrize("plan_of", [awc, atc])
+def test_bfloat16_models_end_up_where_mixing_takes_them(plan_of):
     models = jnp.array([1, -1.0078125], jnp.bfloat16)
     graph = topology.complete(2)
 
     def decentralized(params):
-        optimizer = make(optax.sgd(0.0), graph, AXIS)
+        optimizer = decentralize(optax.sgd(0.0), plan_of(graph), AXIS)
         state = optimizer.init(params)
         updates, _ = optimizer.update(jnp.zeros_like(params), state, params)
         return optax.apply_updates(params, updates)
@@ -498,9 +498,8 @@ def _assert_close(got, wanted, atol=5e-6):
 @pytest.mark.draw(4)
 @EACH_COMPOSITION
 def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
-    alone = functools.partial(
-        decentralize_atc, topology=topology.ring(1), axis_name=AXIS
-    )
+    plan = atc(topology.ring(1))
+    alone = functools.partial(decentralize, plan=plan, axis_name=AXIS)
     got, _ = _descend_tree(make(alone), 1)
     wanted, _ = _descend_tree(make(lambda inner: inner), 1)
     _assert_close(got, wanted)
@@ -911,9 +910,10 @@ def _first_updates(optimizer, params):
 
 
 @pytest.mark.parametrize("make", AFTER.values(), ids=AFTER)
-@pytest.mark.parametrize("order", [decentralize, decentralize_atc])
-def test_what_would_change_the_exchange_after_it_is_refused(order, make):
-    optimizer = make(order(optax.sgd(0.1), topology.ring(4), AXIS))
+@pytest.mark.parametrize("plan_of", [awc, atc])
+def test_what_would_change_the_exchange_after_it_is_refused(plan_of, make):
+    plan = plan_of(topology.ring(4))
+    optimizer = make(decentralize(optax.sgd(0.1), plan, AXIS))
     message = r"optax\.\w+ changes the updates of decentralize, .* put it inside"
     with pytest.raises(ValueError, match=message):
         _first_updates(optimizer, jnp.ones((4, 3)))

@@ -11,17 +11,13 @@ import optax
 import pytest
 from flax import nnx, serialization
 from optax import contrib
+from plans import all_reduce, atc, awc
 
 from decentjax import (
     AXIS,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     decentralize,
-    decentralize_atc,
     exact_diffusion,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     methods,
@@ -33,6 +29,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax._core.optimizer_state import check_averageable, own_models
+from decentjax.plan import schedule_of, worker_step
 from decentjax.updates import check_averages_nothing
 
 N = 4
@@ -115,13 +112,16 @@ def noisy(params, model_state, batch, key):
 
 
 @functools.lru_cache(maxsize=2)
-def _trained(name, order, graph=topology.complete(N)):  # noqa: B008
-    optimizer = (AVERAGED | REFUSED)[name]
-    local = local_update(loss_fn=noisy, optimizer=optimizer)
+def _trained(name, plan_of):
+    optimizer, plan = (AVERAGED | REFUSED)[name], plan_of(topology.complete(N))
+    step, event = (
+        worker_step(local_update(noisy, optimizer), plan),
+        schedule_of(plan)[0],
+    )
 
     def worker(state, data):
         def body(state, _):
-            return order(state, data, graph[0], adapt=local)[0], None
+            return step(state, data, event)[0], None
 
         return jax.lax.scan(body, state, length=NUM_STEPS)[0]
 
@@ -132,7 +132,7 @@ def _trained(name, order, graph=topology.complete(N)):  # noqa: B008
 @pytest.mark.draw(12)
 @pytest.mark.parametrize("name", AVERAGED)
 def test_an_optimizer_keeps_the_average_of_the_models(name):
-    models = np.asarray(_trained(name, awc_step).params)
+    models = np.asarray(_trained(name, awc).params)
     assert np.abs(models - models.mean(0)).max() < APART / 4
     assert np.abs(models.mean(0) - DATA.mean(0)).max() < 0.7 * FAR
 
@@ -140,7 +140,7 @@ def test_an_optimizer_keeps_the_average_of_the_models(name):
 @pytest.mark.draw(12)
 @pytest.mark.parametrize("name", AVERAGED | REFUSED)
 def test_all_reduce_keeps_one_model_with_any_optimizer(name):
-    models = np.asarray(_trained(name, all_reduce_step).params)
+    models = np.asarray(_trained(name, all_reduce).params)
     assert np.isfinite(models).all()
     assert (models == models[0]).all()
 
@@ -151,12 +151,10 @@ def test_an_optimizer_that_undoes_the_average_is_refused(name):
     optimizer = REFUSED[name]
     local = local_update(loss_fn=noisy, optimizer=optimizer)
     state = init_state(START, optimizer, jax.random.key(0), N)
-    for order in (awc_step, atc_step):
-        step = simulate(functools.partial(order, adapt=local), topology.ring(N))
+    for plan in (topology.ring(N), atc(topology.ring(N))):
         with pytest.raises(TypeError, match=message):
-            step.lower(state, DATA, 0)
-    for make in (decentralize, decentralize_atc):
-        whole = make(optax.masked(optimizer, True), topology.ring(N), AXIS)
+            simulate(local, plan).lower(state, DATA, 0)
+        whole = decentralize(optax.masked(optimizer, True), plan, AXIS)
         with pytest.raises(TypeError, match=message):
             _updated(whole)
 
@@ -261,14 +259,13 @@ def test_an_optimizer_that_steps_from_a_copy_is_refused(make, dtype, n):
     local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     state = init_state(start, optimizer, jax.random.key(0), n)
     message = r"steps from .*master, a copy of the params, .* takes every average"
-    for order in (awc_step, atc_step):
-        step = simulate(functools.partial(order, adapt=local), topology.ring(n))
+    for plan in (topology.ring(n), atc(topology.ring(n))):
         with pytest.raises(TypeError, match=message):
-            step.lower(state, jnp.ones((n, 2, 3)), 0)
+            simulate(local, plan).lower(state, jnp.ones((n, 2, 3)), 0)
     whole = decentralize(optimizer, topology.ring(n), AXIS)
     with pytest.raises(TypeError, match=message):
         _updated(whole, jnp.zeros((n, 2, 3), dtype))
-    step = simulate(functools.partial(all_reduce_step, adapt=local), topology.ring(n))
+    step = simulate(local, methods.all_reduce(n))
     step.lower(state, jnp.ones((n, 2, 3)), 0)  # Averages gradients.
 
 
@@ -280,7 +277,7 @@ def test_a_copy_from_which_no_step_starts_is_allowed():
 
 
 def test_an_optimizer_that_takes_no_loss_gets_no_loss():
-    models = np.asarray(_trained("sam", awc_step).params)
+    models = np.asarray(_trained("sam", awc).params)
     assert np.isfinite(models).all()
 
 
@@ -355,9 +352,9 @@ def test_each_optimizer_of_optax_is_in_a_table():
 
 
 @pytest.mark.draw(2)
-@pytest.mark.parametrize("order", [awc_step, atc_step])
+@pytest.mark.parametrize("plan_of", [awc, atc])
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_z_of_schedule_free_is_averaged_with_the_model(order, n):
+def test_z_of_schedule_free_is_averaged_with_the_model(plan_of, n):
     rate, b1, steps = 0.1, 0.9, 30
     optimizer = contrib.schedule_free_sgd(rate, b1=b1)
     graph, data = topology.ring(n), np.arange(n, dtype=np.float32)[:, None]
@@ -366,7 +363,7 @@ def test_z_of_schedule_free_is_averaged_with_the_model(order, n):
         return 0.5 * jnp.sum((params - batch) ** 2), (model_state, {})
 
     local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    step = simulate(functools.partial(order, adapt=local), graph)
+    step = simulate(local, plan_of(graph))
     state = init_state(jnp.full(1, 5.0), optimizer, jax.random.key(0), n)
     for t in range(steps):
         state, _ = step(state, data, t)
@@ -375,13 +372,13 @@ def test_z_of_schedule_free_is_averaged_with_the_model(order, n):
     y = z = np.full((n, 1), 5.0)
     for t in range(steps):
         gradient = y - data
-        if order is awc_step:
+        if plan_of is awc:
             y, z = matrix @ y, matrix @ z
         x = (y - (1 - b1) * z) / b1
         z = z - rate * gradient
         x = x + (z - x) / (t + 1)
         y = b1 * x + (1 - b1) * z
-        if order is atc_step:
+        if plan_of is atc:
             y, z = matrix @ y, matrix @ z
     np.testing.assert_allclose(state.params, y, rtol=0, atol=1e-4)
     np.testing.assert_allclose(state.opt_state.z, z, rtol=0, atol=1e-4)
@@ -404,12 +401,10 @@ def test_where_z_would_not_be_averaged_schedule_free_is_refused():
     optimizer = contrib.schedule_free_sgd(0.1)
     local = local_update(loss_fn=noisy, optimizer=optimizer)
     rounds, graph = methods.diloco(N, 5), topology.ring(N)
-    extra = init_rounds(rounds, START)
-    state = init_state(START, optimizer, jax.random.key(0), N, extra=extra)
-    step = local
+    state = init_state(START, optimizer, jax.random.key(0), rounds)
     message = "keeps a second model z, .* and {} averages only the params"
     with pytest.raises(TypeError, match=message.format("a round")):
-        simulate(step, rounds).lower(state, DATA, 0)
+        simulate(local, rounds).lower(state, DATA, 0)
     with (
         gossip.Background(local, graph, worker_mesh(N)) as beside,
         pytest.raises(TypeError, match=message.format("an exchange beside the step")),
@@ -545,11 +540,11 @@ def test_all_reduce_watches_the_mean_loss(n, where):
 
     local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     state = init_state(jnp.zeros(()), optimizer, jax.random.key(0), n)
-    step = functools.partial(all_reduce_step, adapt=local)
+    plan = methods.all_reduce(n)
     if where == "simulated":
-        train_step = simulate(step, topology.complete(n))
+        train_step = simulate(local, plan)
     elif where == "mesh":
-        train_step = on_mesh(step, topology.complete(n), worker_mesh(n))
+        train_step = on_mesh(local, plan, worker_mesh(n))
     else:
         train_step = gossip.AllReduce(local, worker_mesh(n))
     for t, batch in enumerate(data):

@@ -13,14 +13,13 @@ import optax
 import pytest
 from gpus import compiled, gpu_mesh, shapes
 from jax import lax
+from plans import atc
 
 from decentjax import (
     AXIS,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     init_state,
     local_update,
+    methods,
     mix,
     on_mesh,
     over_workers,
@@ -841,19 +840,17 @@ def loss_fn(params, model_state, batch, key):
     return jnp.mean(x**2), (model_state, {})
 
 
-def read_step(step, graph, mesh, depth=6, t=0) -> overlap.Schedule:
-    local = local_update(loss_fn=loss_fn, optimizer=optax.adam(1e-3))
-    bound = functools.partial(step, adapt=local)
-    train_step = on_mesh(bound, graph, mesh)
+def read_step(plan, mesh, depth=6, t=0) -> overlap.Schedule:
+    train_step = on_mesh(local_update(loss_fn, optax.adam(1e-3)), plan, mesh)
     state = jax.eval_shape(
         lambda: init_state(
             [jnp.zeros((WIDTH, WIDTH))] * depth,
             optax.adam(1e-3),
             jax.random.key(0),
-            graph.num_workers,
+            plan,
         )
     )
-    batch = jax.ShapeDtypeStruct((graph.num_workers, 1024, WIDTH), jnp.float32)
+    batch = jax.ShapeDtypeStruct((plan.num_workers, 1024, WIDTH), jnp.float32)
     lowered = train_step.lower(*shapes(mesh, (state, batch), AXIS), t)
     program = lowered.compile(COMPILE_ONLY)
     schedule = overlap.read(program)
@@ -879,22 +876,22 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_byte_of_awc_is_covered_and_of_atc_less(name, mesh):
     graph = GRAPHS[name]
-    awc = read_step(awc_step, graph, mesh)
-    assert awc.sent_bytes(AXIS) > 0
-    assert awc.covered() >= 0.95
-    assert not any(c.in_conditional for c in awc.collectives)
-    assert {c.axes for c in awc.collectives} == {(AXIS,)}
-    assert read_step(atc_step, graph, mesh).covered() < 0.9 * awc.covered()
+    beside = read_step(graph, mesh)
+    assert beside.sent_bytes(AXIS) > 0
+    assert beside.covered() >= 0.95
+    assert not any(c.in_conditional for c in beside.collectives)
+    assert {c.axes for c in beside.collectives} == {(AXIS,)}
+    assert read_step(atc(graph), mesh).covered() < 0.9 * beside.covered()
 
 
 def test_the_flops_are_those_of_the_matmuls(mesh):
-    schedule = read_step(awc_step, GRAPHS["one_peer_exponential"], mesh, depth=3)
+    schedule = read_step(GRAPHS["one_peer_exponential"], mesh, depth=3)
     # Forward 3, backward 3 for the weights and 2 for the inputs.
     assert schedule.work.flops == {"f32": 8 * 2 * 1024 * WIDTH**2}
 
 
 def test_all_reduce_sends_what_it_should(mesh):
-    schedule = read_step(all_reduce_step, topology.complete(16), mesh, depth=3)
+    schedule = read_step(methods.all_reduce(16), mesh, depth=3)
     model = 3 * WIDTH**2 * 4
     assert schedule.sent_bytes() == pytest.approx(2 * 15 / 16 * model, rel=1e-3)
 

@@ -144,10 +144,9 @@ def start(num_workers):
 
 def test_a_policy_compiles_each_exchange_once():
     optimizer = optax.sgd(0.1)
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    step = measured(local)
+    local = measured(local_update(loss_fn, optimizer))
     made = policy.holding(policy.ladder(8), target=0.1)
-    train_step, state = simulate(step, made.menu), start(8)
+    train_step, state = simulate(local, made.menu), start(8)
     batch = jax.random.normal(jax.random.key(1), (8,))
     num_compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -166,12 +165,12 @@ def test_a_policy_compiles_each_exchange_once():
 
 
 def test_norms_are_of_the_models_before_they_are_averaged():
-    local = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    local = local_update(loss_fn, optax.sgd(0.1))
     batch = jnp.arange(4.0)
     for before in (True, False):
-        step = measured(local, before)
+        train_step = simulate(measured(local, before), topology.ring(4))
         state = start(4)
-        new, metrics = simulate(step, topology.ring(4))(start(4), batch, 0)
+        new, metrics = train_step(start(4), batch, 0)
         params = state.params if before else new.params
         wanted = [
             np.linalg.norm(np.asarray(x).reshape(4, -1), axis=1)
@@ -187,7 +186,7 @@ def test_norms_stand_in_the_way_of_nothing():
     mesh, names = worker_mesh(4), []
     state, batch = place((start(4), jnp.arange(4.0)), mesh)
     for wrap in (measured, lambda adapt: adapt):
-        local = wrap(local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.1)))
+        local = wrap(local_update(loss_fn, optax.sgd(0.1)))
         step = on_mesh(local, topology.ring(4), mesh)
         names.append(collective_names(step.lower(state, batch, 0).compile().as_text()))
     whole, without = names
@@ -349,7 +348,7 @@ def test_a_metric_is_not_replaced_by_what_is_measured():
         return jnp.sum((params - batch) ** 2), (model_state, {"norms": params.sum()})
 
     optimizer = optax.sgd(0.1)
-    local = measured(local_update(loss_fn=loss_fn, optimizer=optimizer))
+    local = measured(local_update(loss_fn, optimizer))
     state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), num_workers=2)
     step = simulate(local, topology.complete(2))
     with pytest.raises(

@@ -1,7 +1,6 @@
 """Workers whose numbers are no longer finite, and who go on all the same."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,12 @@ import pytest
 
 from decentjax import (
     WorkerState,
-    all_reduce_step,
     gossip,
     init_state,
     local_update,
+    methods,
     on_mesh,
     simulate,
-    topology,
     worker_mesh,
 )
 from train.config import AutoExchange, BackgroundExchange, StepConfig
@@ -150,13 +148,13 @@ def test_in_all_reduce_all_workers_drop_an_update_or_none(wrong, where):
 
     optimizer = optax.chain(watch_gradients(), optax.adam(0.1))
     local = quarantined(local_update(loss_fn, optimizer))
-    step = functools.partial(all_reduce_step, adapt=local)
+    plan = methods.all_reduce(n)
     if where == "pieces":
         train_step = gossip.AllReduce(local, worker_mesh(n))
     elif where == "mesh":
-        train_step = on_mesh(step, topology.complete(n), worker_mesh(n))
+        train_step = on_mesh(local, plan, worker_mesh(n))
     else:
-        train_step = simulate(step, topology.complete(n))
+        train_step = simulate(local, plan)
     key = jax.random.key(0)
     state = init_state(jnp.zeros(2), optimizer, key, n, jnp.zeros(()))
     models = []

@@ -19,13 +19,12 @@ from decentjax import (
     AXIS,
     Lowering,
     WorkerState,
-    atc_step,
-    awc_step,
     decentralize,
     init_state,
     local_update,
     methods,
     on_mesh,
+    optim,
     over_workers,
     place,
     policy,
@@ -38,7 +37,8 @@ from decentjax import (
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Background
-from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
+from decentjax.plan import schedule_of, worker_step
+from decentjax.rounds import Rounds, blend, default_mix, init_rounds, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 from decentjax.train_step import TrainStep
 
@@ -80,20 +80,19 @@ def loss_fn(params, model_state, batch, key):
 
 
 def bind(optimizer):
-    return local_update(loss_fn=loss_fn, optimizer=optimizer)
+    return local_update(loss_fn, optimizer)
 
 
 def run(how, n, num_steps, where="simulated", optimizer=SGD):
     """The models after each step, float64 [num_steps, N, 7]."""
     with jax.enable_x64(True):
         params = model(jnp.float64)
-        extra = init_rounds(how, params)
-        state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
-        step = bind(optimizer)
-        train_step, mesh = simulate(step, how), None
+        state = init_state(params, optimizer, jax.random.key(0), how)
+        local = bind(optimizer)
+        train_step, mesh = simulate(local, how), None
         if where == "mesh":
             mesh = worker_mesh(n)
-            train_step, state = on_mesh(step, how, mesh), place(state, mesh)
+            train_step, state = on_mesh(local, how, mesh), place(state, mesh)
         found = []
         for t, batch in enumerate(targets(n, num_steps)):
             rows = jnp.asarray(batch[:, None])
@@ -253,44 +252,44 @@ def test_a_late_round_keeps_what_a_worker_has_learned_since():
     close(run(how, n, 14), wanted)
 
 
+EXPONENTIAL = topology.alternating_exponential_ring(4, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.draw(2)
 @EITHER_WAY
 @pytest.mark.parametrize(
-    ("step", "delay"), [(awc_step, 1), (atc_step, 0)], ids=["awc", "atc"]
+    ("delay", "plain"),
+    [(1, [EXPONENTIAL, Rounds(EXPONENTIAL, delay=1)]), (0, [Rounds(EXPONENTIAL)])],
+    ids=["awc", "atc"],
 )
-def test_rounds_of_each_step_are_the_plain_steps_bit_for_bit(step, delay, where):
-    """In float32, with weight decay and clipping."""
-    graph = topology.alternating_exponential_ring(4, 1)
+def test_rounds_of_each_step_are_the_plain_steps_bit_for_bit(delay, plain, where):
+    """In float32, with weight decay and clipping; of one fragment of all leaves."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-    local = bind(optimizer)
-    how = Rounds(graph, delay=delay)
-    models = []
-    for plan, function in (
-        (graph, functools.partial(step, adapt=local)),
-        (how.schedule, local),
-    ):
-        extra = () if plan is graph else init_rounds(how, model())
-        state = init_state(model(), optimizer, jax.random.key(0), 4, extra=extra)
+    how = Rounds(EXPONENTIAL, delay=delay, fragments=[(0, 1)])
+    assert not how.averages_models
+    local, models = bind(optimizer), []
+    for plan in (*plain, how):
+        state = init_state(model(), optimizer, jax.random.key(0), plan)
         if where == "mesh":
             mesh = worker_mesh(4)
-            train_step, state = on_mesh(function, plan, mesh), place(state, mesh)
+            train_step, state = on_mesh(local, plan, mesh), place(state, mesh)
         else:
-            train_step, mesh = simulate(function, plan), None
+            train_step, mesh = simulate(local, plan), None
         for t, batch in enumerate(targets(4, 7)):
             rows = jnp.asarray(batch[:, None], jnp.float32)
             rows = rows if mesh is None else place(rows, mesh)
             state, _ = train_step(state, rows, t)
         models.append(jax.device_get(state.params))
-    jax.tree.map(np.testing.assert_array_equal, *models)
+    for other in models[:-1]:
+        jax.tree.map(np.testing.assert_array_equal, other, models[-1])
 
 
 def test_counters_and_leaves_that_stay_at_home_are_not_averaged():
-    how = Rounds(Schedule("a alone", (Round(topology.complete(2)[0], (0, 2)),)))
+    how = Rounds(topology.complete(2), fragments=[(0, 2)])
     params = model() | {"count": jnp.int32(5)}
-    extra = init_rounds(how, params)
-    assert extra.anchor == {}
-    state = init_state(params, optax.sgd(0.0), jax.random.key(0), 2, extra=extra)
+    state = init_state(params, optax.sgd(0.0), jax.random.key(0), how)
+    assert state.extra.anchor == {}
     state = state._replace(
         params={
             "a": jnp.array([[0.0] * 3, [1.0] * 3]),
@@ -302,8 +301,7 @@ def test_counters_and_leaves_that_stay_at_home_are_not_averaged():
     def still(state, batch, mixed):
         return state._replace(params=mixed), {}
 
-    step = still
-    state, _ = simulate(step, how)(state, jnp.zeros((2, 1)), 0)
+    state, _ = simulate(still, how)(state, jnp.zeros((2, 1)), 0)
     np.testing.assert_array_equal(state.params["a"], np.full((2, 3), 0.5))
     np.testing.assert_array_equal(state.params["b"][1], np.ones((2, 2)))
     np.testing.assert_array_equal(state.params["count"], [3, 8])
@@ -360,9 +358,8 @@ COUNTED = [jnp.ones(3), jnp.array(0)]
 
 def run_without_extra():
     how, optimizer = methods.diloco(2, 2), optax.sgd(RATE)
-    step = bind(optimizer)
     state = init_state(model(), optimizer, jax.random.key(0), 2)
-    simulate(step, how)(state, jnp.zeros((2, 1, 7)), 0)
+    simulate(bind(optimizer), how)(state, jnp.zeros((2, 1, 7)), 0)
 
 
 @pytest.mark.parametrize(
@@ -393,12 +390,13 @@ def run_without_extra():
         (lambda: schedule.cut_leaves([], 1), "0 leaves and 1 fragments"),
         (lambda: schedule.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
         (lambda: iter(every(RING, 3)), "not iterable"),
-        (lambda: Rounds(RING), "wanted a Schedule, such as"),
-        (lambda: run_without_extra(), "pass to init_state extra=init_rounds"),
+        (lambda: Rounds(topology.ring), "wanted a Topology, such as"),
+        (lambda: Rounds(every(RING, 3)), "wanted a Topology, .* got Schedule"),
+        (lambda: run_without_extra(), "pass them to init_state, .* got tuple"),
         (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
         (
             lambda: Rounds(RING, outer=optax.sgd(0.7)),
-            "this schedule averages them in every step",
+            "these rounds average them in every step",
         ),
         (
             lambda: init_rounds(Rounds(RING, 4, delay=1, fragments=[(9,)]), model()),
@@ -425,11 +423,9 @@ def test_rounds_without_sense_are_refused(make, words):
 def test_a_run_goes_on_in_the_middle_of_a_round():
     """All that a round needs is in the state."""
     how = methods.streaming_diloco(4, model(), 5, 2, delay=4)
-    step = bind(optax.sgd(RATE))
-    data = jnp.asarray(targets(4, 12)[:, :, None], jnp.float32)
-    optimizer, extra = optax.sgd(RATE), init_rounds(how, model())
-    state = init_state(model(), optimizer, jax.random.key(0), 4, extra=extra)
-    kept, train_step = {}, simulate(step, how)
+    local, data = bind(SGD), jnp.asarray(targets(4, 12)[:, :, None], jnp.float32)
+    state = init_state(model(), SGD, jax.random.key(0), how)
+    kept, train_step = {}, simulate(local, how)
     for t in range(12):
         kept[t] = jax.device_get(state._replace(key=jax.random.key_data(state.key)))
         state, _ = train_step(state, data[t], t)
@@ -437,7 +433,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         again = kept[middle]
         again = again._replace(key=jax.random.wrap_key_data(again.key))
         again = jax.tree.map(jnp.asarray, again)
-        train_step = simulate(step, how)
+        train_step = simulate(local, how)
         for t in range(middle, 12):
             again, _ = train_step(again, data[t], t)
         jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
@@ -462,19 +458,19 @@ def test_as_a_transformation_rounds_do_what_the_step_does(how):
         decentralize(optax.sgd(RATE), how, "workers"),
     )
 
-    @functools.partial(jax.jit, static_argnums=3)
-    @over_workers_of_step
-    def train_step(params, opt_state, batch, step):
+    @jax.jit
+    @over_workers
+    def train_step(params, opt_state, batch):
         grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params, step=step)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.stack([x] * 4), model(jnp.float64))
         opt_state, found = jax.vmap(optimizer.init)(params), []
-        for t, batch in enumerate(targets(4, 14)):
+        for batch in targets(4, 14):
             rows = jnp.asarray(batch[:, None])
-            params, opt_state = train_step(params, opt_state, rows, t)
+            params, opt_state = train_step(params, opt_state, rows)
             found.append(flat(params))
     np.testing.assert_allclose(found, run(how, 4, 14), rtol=1e-10, atol=1e-12)
 
@@ -490,8 +486,7 @@ def test_a_transformation_rounds_apart_on_each_worker_and_step():
         state = jax.vmap(optimizer.init)(models)
         memory = state.extra.coded.memory
         for _ in range(2):
-            update = functools.partial(optimizer.update, step=0)
-            moved, state = over_workers(update)(models, state, models)
+            moved, state = over_workers(optimizer.update)(models, state, models)
             # What was dropped before is sent now: without it, the noise alone.
             coded = state.extra.coded._replace(memory=memory)
             state = state._replace(extra=state.extra._replace(coded=coded))
@@ -505,14 +500,6 @@ def test_a_transformation_rounds_apart_on_each_worker_and_step():
     np.testing.assert_array_equal(first, moves(0)[0])
 
 
-def over_workers_of_step(function):
-    def mapped(params, opt_state, batch, step):
-        one = functools.partial(function, step=step)
-        return over_workers(one)(params, opt_state, batch)
-
-    return mapped
-
-
 def test_a_transformation_of_rounds_may_have_nothing_to_average():
     """As where a mask or `multi_transform` leaves it no leaf."""
     inner = decentralize(optax.sgd(RATE), methods.diloco(2, 3), "workers")
@@ -521,8 +508,7 @@ def test_a_transformation_of_rounds_may_have_nothing_to_average():
     params = {"w": jnp.ones((2, 3))}
 
     def update(params):
-        given = optimizer.init(params), params
-        return optimizer.update(params, *given, step=0)[0]
+        return optimizer.update(params, optimizer.init(params), params)[0]
 
     updates = jax.vmap(update, axis_name="workers")(params)
     np.testing.assert_allclose(updates["w"], -RATE)
@@ -543,33 +529,35 @@ TURNS = {
 @pytest.mark.draw(10)
 @pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize("where", [None, 4], ids=["simulated", "mesh"])
-def test_a_transformation_of_rounds_may_count_its_steps(how, where):
-    """Told the step, the step modulo the period, or nothing: the same numbers."""
+def test_a_transformation_of_rounds_counts_its_steps(how, where, monkeypatch):
+    """In one program it has the numbers of programs for each of its steps."""
     optimizer = decentralize(optax.sgd(RATE), how, "workers")
     mesh = None if where is None else worker_mesh(where)
     data = jnp.asarray(targets(4, 20)[:, :, None], jnp.float32)
     start = jax.tree.map(lambda x: jnp.stack([x] * 4), model())
 
-    def train_step(params, opt_state, batch, **options):
+    def train_step(params, opt_state, batch):
         grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params, **options)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     @functools.cache
-    def program(step):
-        options = {} if step is None else {"step": step}
-        one = functools.partial(train_step, **options)
-        return jax.jit(over_workers(one, mesh))
+    def program(event):
+        del event
+        return jax.jit(over_workers(lambda *args: train_step(*args), mesh))
 
-    def trained(turn):
+    def trained(event_of):
         params, opt_state = start, jax.vmap(optimizer.init)(start)
         for t, batch in enumerate(data):
-            params, opt_state = program(turn(t))(params, opt_state, batch)
+            event = event_of(t)
+            with monkeypatch.context() as patched:
+                if event is not None:
+                    patched.setattr(optim, "turn_of", lambda *_: event)  # noqa: B023
+                params, opt_state = program(event)(params, opt_state, batch)
         return flat(params)
 
-    wanted = trained(lambda t: t)
-    for turn in (lambda t: t % how.schedule.period, lambda t: None):
-        np.testing.assert_allclose(trained(turn), wanted, rtol=0, atol=1e-6)
+    wanted = trained(lambda t: how.schedule[t])
+    np.testing.assert_allclose(trained(lambda _: None), wanted, rtol=0, atol=1e-6)
 
 
 def test_a_counting_round_fits_a_scan_and_runs_one_branch():
@@ -600,9 +588,10 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
         methods.diloco(4, 3),
         methods.streaming_diloco(4, model(), 5, 2, delay=4),
         Rounds(topology.ring(4), 2, delay=1),
+        Rounds(topology.ring(4)),
         methods.gradient_tracking(topology.ring(4)),
     ],
-    ids=["diloco", "streaming", "shift", "tracking"],
+    ids=["diloco", "streaming", "shift", "each step", "tracking"],
 )
 def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
     """The matrix is sharded over two devices, which send their shards alone."""
@@ -616,13 +605,9 @@ def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
 
     with jax.enable_x64(True):
         params = model(jnp.float64)
-        extra = init_rounds(how, params)
-        state = init_state(params, SGD, jax.random.key(0), 4, extra=extra)
+        state = init_state(params, SGD, jax.random.key(0), how)
         state = jax.tree.map(put, state)
-        step = functools.partial(
-            round_step, rounds=how, adapt=bind(SGD), mix=default_mix(how, shards)
-        )
-        train_step = on_mesh(step, how, mesh)
+        train_step = on_mesh(bind(SGD), how, mesh, mix=default_mix(how, shards))
         for t, batch in enumerate(targets(4, 11)):
             state, _ = train_step(state, put(jnp.asarray(batch[:, None])), t)
             np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
@@ -643,26 +628,17 @@ CUT = {
 }
 CODED = {
     "late": (
-        error_feedback,
-        bfloat16(),
-        {},
-        every(topology.one_peer_ring(4), 2, delay=2),
-        None,
+        Rounds(topology.one_peer_ring(4), 2, delay=2),
+        functools.partial(error_feedback, bfloat16()),
     ),
     "each step": (
-        error_feedback,
-        top_k(0.75),
-        {},
-        every(topology.one_peer_ring(4), 1, delay=1),
-        None,
+        Rounds(topology.one_peer_ring(4), delay=1),
+        functools.partial(error_feedback, top_k(0.75)),
     ),
-    "copies": (copies, int2(), {"step": 0.5}, every(RING, 2), None),
+    "copies": (Rounds(RING, 2), functools.partial(copies, int2(), step=0.5)),
     "diloco": (
-        drift,
-        top_k(0.5),
-        {"keep": 0.9},
-        every(topology.complete(4), 3),
-        optax.sgd(0.7, 0.9, nesterov=True),
+        Rounds(topology.complete(4), 3, outer=optax.sgd(0.7, 0.9, nesterov=True)),
+        functools.partial(drift, top_k(0.5), keep=0.9),
     ),
 }
 
@@ -671,25 +647,23 @@ CODED = {
 @pytest.mark.draw(2)
 @pytest.mark.parametrize("name", CODED)
 def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
-    encoded, codec, options, schedule, outer = CODED[name]
-    local = local_update(loss_fn=columns_loss, optimizer=SGD)
+    plain, encoded = CODED[name]
+    local = local_update(columns_loss, SGD)
 
     def start(how, params):
-        extra = init_rounds(how, params)
-        return init_state(params, SGD, jax.random.key(0), 4, extra=extra)
+        return init_state(params, SGD, jax.random.key(0), how)
 
     def put(x):
         spec = (AXIS, None, "model") if x.shape == (4, 2, 2) else (AXIS,)
         return jax.device_put(x, NamedSharding(SLICES, PartitionSpec(*spec)))
 
-    apart = Rounds(schedule, outer, compression=encoded(codec, **options))
+    apart = dataclasses.replace(plain, compression=encoded())
     params = model()
     b = params.pop("b")
     wanted = start(apart, {**params, "b0": b[:, 0], "b1": b[:, 1]})
-    by_leaf = simulate(local, schedule)
-    how = Rounds(schedule, outer, compression=encoded(codec, **options, shards=CUT))
-    step = local
-    by_shard = on_mesh(step, schedule, SLICES)
+    by_leaf = simulate(local, apart)
+    how = dataclasses.replace(plain, compression=encoded(shards=CUT))
+    by_shard = on_mesh(local, how, SLICES)
     state = jax.tree.map(put, start(how, model()))
     shapes = jax.tree.map(jnp.shape, state)
     for t, batch in enumerate(np.float32(targets(4, 11))):
@@ -706,12 +680,10 @@ def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
 
 def test_between_slices_only_encoded_shards_travel():
     """Device 2 i + k holds column k of worker i: in 8 bits two bytes and a scale."""
-    schedule = every(topology.one_peer_ring(4), 2, delay=1)
-    how = Rounds(schedule, compression=error_feedback(int8(), shards=CUT))
-    step = bind(SGD)
-    extra = init_rounds(how, model())
-    state = init_state(model(), SGD, jax.random.key(0), 4, extra=extra)
-    whole = functools.partial(step, event=schedule[0])
+    compression = error_feedback(int8(), shards=CUT)
+    how = Rounds(topology.one_peer_ring(4), 2, delay=1, compression=compression)
+    state = init_state(model(), SGD, jax.random.key(0), how)
+    whole = functools.partial(worker_step(bind(SGD), how), event=schedule_of(how)[0])
     batch = jnp.zeros((4, 1, 7))
     lowered = jax.jit(over_workers(whole, SLICES)).lower(state, batch)
     found = hlo.collectives(lowered.compile().as_text(), 8)
@@ -728,8 +700,7 @@ WIDE = {"b": CUT["b"]}
 
 def test_noise_differs_between_shards():
     """Equal columns are rounded each by its own random numbers."""
-    schedule = every(topology.ring(4), 1)
-    how = Rounds(schedule, compression=error_feedback(int8(), shards=WIDE))
+    how = Rounds(topology.ring(4), compression=error_feedback(int8(), shards=WIDE))
     params = {"b": jnp.tile(jnp.linspace(-1, 1, 512)[:, None], (1, 2))}
     state = init_state(params, SGD, jax.random.key(0), how)
     begin = over_workers(functools.partial(send, how, None), SLICES)
@@ -742,7 +713,7 @@ def test_the_shards_of_encoded_leaves_are_the_compressions():
     how = Rounds(topology.ring(4), 2, compression=error_feedback(int8()))
     with pytest.raises(ValueError, match=r"error_feedback\(\.\.\., shards=NamedSh"):
         default_mix(how, {"a": PartitionSpec()})
-    coded = Rounds(how.schedule, compression=error_feedback(int8(), shards=CUT))
+    coded = encoded(how, int8(), functools.partial(error_feedback, shards=CUT))
     with pytest.raises(ValueError, match="slices are not encoded: leave the compres"):
         Background(bind(SGD), coded, worker_mesh(4))
     with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
@@ -755,7 +726,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
     state = place(state, worker_mesh(4))
     with (
         Background(bind(SGD), how, worker_mesh(4)) as train_step,
-        pytest.raises(TypeError, match=r"extra=init_rounds.*, got tuple"),
+        pytest.raises(TypeError, match=r"pass them to init_state, .* got tuple"),
     ):
         train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
 
@@ -797,8 +768,7 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
     wanted, mesh = run(how, 4, 13), worker_mesh(4)
     with jax.enable_x64(True):
         optimizer, params = optax.sgd(RATE), model(jnp.float64)
-        key, extra = jax.random.key(0), init_rounds(how, params)
-        state = place(init_state(params, optimizer, key, 4, extra=extra), mesh)
+        state = place(init_state(params, optimizer, jax.random.key(0), how), mesh)
         rows = [place(jnp.asarray(x[:, None]), mesh) for x in targets(4, 13)]
         spans, found = [], []
         options = {"lowering": Lowering(), "record": lambda *span: spans.append(span)}
@@ -823,8 +793,7 @@ def test_in_a_second_thread_an_empty_leaf_stays_at_home():
     """A codec finds no block in it."""
     how = Rounds(topology.ring(4), delay=1, compression=error_feedback(top_k(0.75)))
     params, mesh = model() | {"empty": jnp.zeros(0)}, worker_mesh(4)
-    key, extra = jax.random.key(0), init_rounds(how, params)
-    state = place(init_state(params, SGD, key, 4, extra=extra), mesh)
+    state = place(init_state(params, SGD, jax.random.key(0), how), mesh)
     batch = place(jnp.asarray(targets(4, 1)[0][:, None], jnp.float32), mesh)
     with Background(bind(SGD), how, mesh) as train_step:
         state, _ = train_step(state, batch, 0)
@@ -845,8 +814,7 @@ def test_fragments_fly_while_all_steps_of_their_delay_are_computed():
             events.append((name, step))
             changed.notify_all()
 
-    extra = init_rounds(how, model())
-    state = place(init_state(model(), SGD, jax.random.key(0), 4, extra=extra), mesh)
+    state = place(init_state(model(), SGD, jax.random.key(0), how), mesh)
     rows = [place(jnp.float32(x[:, None]), mesh) for x in targets(4, num_steps)]
     options = {"lowering": Lowering(), "record": record}
     with Background(bind(SGD), how, mesh, **options) as train_step:
@@ -874,20 +842,21 @@ def test_fragments_fly_while_all_steps_of_their_delay_are_computed():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("plan", ["rounds", "topology", "one exchange", "menu"])
-def test_steps_that_do_not_advance_by_one_are_said_once(steps, is_said, plan):
+@pytest.mark.parametrize("name", ["rounds", "topology", "one exchange", "menu"])
+def test_steps_that_do_not_advance_by_one_are_said_once(steps, is_said, name):
     graph = topology.one_peer_exponential(4)
-    turns = {
-        "rounds": every(topology.ring(4), 3),
+    plan = {
+        "rounds": Rounds(topology.ring(4), 3),
         "topology": graph,
         "one exchange": topology.ring(4),
         "menu": policy.fixed(graph).menu,
-    }[plan]
-    train_step = TrainStep(turns, lambda _: lambda state, batch: (state, {}))
+    }[name]
+    jit = lambda _: lambda state, batch: (state, {})  # noqa: E731
+    train_step = TrainStep(bind(SGD), plan, jit, None)
     state = WorkerState(jnp.zeros(4), (), (), jnp.zeros(4))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in steps:
             train_step(state, jnp.zeros(4), step)
-    expected = is_said and plan in ("rounds", "topology")
+    expected = is_said and name in ("rounds", "topology")
     assert [str(x.message)[:12] for x in said] == ["a train step"] * expected

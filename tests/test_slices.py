@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from plans import all_reduce, atc, awc
 
 from decentjax import (
     AXIS,
@@ -19,15 +20,11 @@ from decentjax import (
     Permutations,
     Rounds,
     Topology,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     codec,
     consensus_distance,
     decentralize,
     dispersion,
     global_mean,
-    init_rounds,
     init_state,
     local_update,
     mean_model,
@@ -36,12 +33,11 @@ from decentjax import (
     on_mesh,
     over_workers,
     place,
-    round_step,
-    schedule,
     simulate,
     topology,
 )
 from decentjax.compression import copies, drift, error_feedback
+from decentjax.plan import schedule_of, worker_step
 from decentjax.topology import matrices
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -320,37 +316,28 @@ def _loss_fn(params, model_state, batch, key):
     return jnp.stack(jax.tree.leaves(apart)).sum() / 2, (model_state, {})
 
 
-def _encoded(plan, code, encoded=error_feedback, **options):
-    return Rounds(plan, compression=encoded(code, **options))
-
-
 RING, COMPLETE = topology.ring(4), topology.complete(4)
 NOW_AND_THEN = Topology("now and then", (topology.alone(4)[0], *COMPLETE))
 TWO_KINDS = Topology("two kinds", (_exchanges(4)["nodes_in_groups"], *RING))
 ROUNDS = {
     "diloco": methods.diloco(4, num_steps=2),
     "tracking": methods.gradient_tracking(RING),
-    "int8": _encoded(schedule.every(RING, 1, delay=1), codec.int8()),
-    "late": _encoded(schedule.every(RING, 2, delay=2), codec.int4()),
-    "copies": _encoded(schedule.every(RING, 2), codec.top_k(0.5), copies, step=0.5),
+    "int8": Rounds(RING, delay=1, compression=error_feedback(codec.int8())),
+    "late": Rounds(RING, 2, delay=2, compression=error_feedback(codec.int4())),
+    "copies": Rounds(RING, 2, compression=copies(codec.top_k(0.5), step=0.5)),
     "drift": Rounds(
         COMPLETE, 2, outer=optax.sgd(0.7, momentum=0.9), compression=drift(codec.int4())
     ),
 }
 COMPOSED = {
-    "told": (decentralize(optax.adam(0.1), TWO_KINDS, AXIS), True),
-    "counting": (decentralize(optax.adam(0.1), NOW_AND_THEN, AXIS), False),
-    "counting_rounds": (
-        decentralize(optax.sgd(0.1), ROUNDS["late"], AXIS),
-        False,
+    "told": decentralize(optax.adam(0.1), TWO_KINDS, AXIS),
+    "counting": decentralize(optax.adam(0.1), NOW_AND_THEN, AXIS),
+    "noisy": decentralize(
+        optax.noisy_sgd(0.1, key=jax.random.key(0)), NOW_AND_THEN, AXIS
     ),
-    "noisy": (
-        decentralize(optax.noisy_sgd(0.1, key=jax.random.key(0)), NOW_AND_THEN, AXIS),
-        False,
-    ),
-    "atc": (decentralize(optax.adam(0.1), Rounds(TWO_KINDS), AXIS), True),
+    "atc": decentralize(optax.adam(0.1), atc(TWO_KINDS), AXIS),
     **{
-        name: (decentralize(optax.sgd(0.1), rounds, AXIS), True)
+        name: decentralize(optax.sgd(0.1), rounds, AXIS)
         for name, rounds in ROUNDS.items()
     },
 }
@@ -358,10 +345,10 @@ COMPOSED = {
 
 def _descended(name, model, batch):
     """Four steps, one after the other in one program."""
-    optimizer, is_told = COMPOSED[name]
+    optimizer = COMPOSED[name]
     state = optimizer.init(model)
     for step in range(4):
-        told = {"step": step} if is_told else {}
+        told = {"step": step} if name == "told" else {}
         updates, state = optimizer.update(_gradient(model, batch), state, model, **told)
         model = optax.apply_updates(model, updates)
     return model, consensus_distance(model, AXIS)
@@ -397,8 +384,7 @@ def test_micro_batches_lie_as_their_batch(kinds):
         return jnp.mean((params["cut"][None] - batch) ** 2), (model_state, {})
 
     optimizer, mesh = optax.sgd(0.1), _mesh(2, kinds)
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer, num_micro_batches=2)
-    step = local
+    local = local_update(loss_fn, optimizer, num_micro_batches=2)
     rows = np.random.default_rng(0).standard_normal((2, 8, 8, 6)).astype("float32")
 
     def started():
@@ -406,26 +392,22 @@ def test_micro_batches_lie_as_their_batch(kinds):
         return init_state(first, optimizer, jax.random.key(0), 2)
 
     graph = topology.ring(2)
-    wanted = _trained(simulate(step, graph), started(), rows, 2)[0].params
+    wanted = _trained(simulate(local, graph), started(), rows, 2)[0].params
     lies = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
     batch = jax.device_put(rows, lies)
-    state, _ = _trained(on_mesh(step, graph, mesh), place(started(), mesh), batch, 2)
+    state, _ = _trained(on_mesh(local, graph, mesh), place(started(), mesh), batch, 2)
     _assert_close(state.params, wanted)
 
 
-EACH_STEP = pytest.mark.parametrize("step", [awc_step, atc_step, all_reduce_step])
+EACH_PLAN = pytest.mark.parametrize("plan_of", [awc, atc, all_reduce])
+LOCAL = local_update(_loss_fn, optax.adam(0.1))
 
 
-def _started(extra=()):
+def _started(plan):
     """A stacked state on uneven models, and the batch."""
     first = {name: x[0] for name, x in _models(1).items()}
-    state = init_state(first, optax.adam(0.1), jax.random.key(0), 4, extra=extra)
+    state = init_state(first, optax.adam(0.1), jax.random.key(0), plan)
     return state._replace(params=_models(4)), _models(4, seed=1)
-
-
-def _bound(step, **options):
-    local = local_update(loss_fn=_loss_fn, optimizer=optax.adam(0.1))
-    return functools.partial(step, adapt=local, **options)
 
 
 SHARDS = {
@@ -439,12 +421,12 @@ SHARDS = {
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
-@EACH_STEP
-def test_a_state_keeps_its_shards_on_a_mesh(step, kinds):
-    mesh = _mesh(4, kinds)
-    wanted = _trained(simulate(_bound(step), TWO_KINDS), *_started())
-    train_step = on_mesh(_bound(step), TWO_KINDS, mesh)
-    state, metrics = _trained(train_step, *_placed(_started(), mesh))
+@EACH_PLAN
+def test_a_state_keeps_its_shards_on_a_mesh(plan_of, kinds):
+    mesh, plan = _mesh(4, kinds), plan_of(TWO_KINDS)
+    wanted = _trained(simulate(LOCAL, plan), *_started(plan))
+    train_step = on_mesh(LOCAL, plan, mesh)
+    state, metrics = _trained(train_step, *_placed(_started(plan), mesh))
     _assert_in_shards((state.params, state.opt_state))
     _assert_close((state.params, metrics), (wanted[0].params, wanted[1]), 1e-5)
 
@@ -453,13 +435,14 @@ def test_a_state_keeps_its_shards_on_a_mesh(step, kinds):
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(3)
 @EACH_KIND
-@EACH_STEP
+@EACH_PLAN
 @pytest.mark.parametrize("form", ["own", "vmap"])
-def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, step, kinds):
+def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, plan_of, kinds):
     """Of an optimizer with random keys, which all-reduce makes the same on all."""
     optimizer = optax.noisy_sgd(0.1, key=jax.random.key(0))
-    local = local_update(loss_fn=_loss_fn, optimizer=optimizer)
-    bound = functools.partial(step, exchange=RING[0], adapt=local)
+    plan = plan_of(RING)
+    step = worker_step(local_update(_loss_fn, optimizer), plan)
+    bound = functools.partial(step, event=schedule_of(plan)[0])
     first = {name: x[0] for name, x in _models(1).items()}
     state = init_state(first, optimizer, jax.random.key(0), 4)
     started = state._replace(params=_models(4)), _models(4, seed=1)
@@ -478,9 +461,9 @@ def test_shards_may_be_said_as_well(lies, kinds):
     """Of a state that lies so, and of one that lies whole in each worker's slice."""
     mesh = _mesh(4, kinds)
     average = functools.partial(mix, axis_name=AXIS, shards=SHARDS)
-    train_step = on_mesh(_bound(awc_step, mix=average), TWO_KINDS, mesh)
-    wanted = _trained(simulate(_bound(awc_step), TWO_KINDS), *_started())[0].params
-    state, _ = _trained(train_step, *lies(_started(), mesh))
+    train_step = on_mesh(LOCAL, TWO_KINDS, mesh, mix=average)
+    wanted = _trained(simulate(LOCAL, TWO_KINDS), *_started(TWO_KINDS))[0].params
+    state, _ = _trained(train_step, *lies(_started(TWO_KINDS), mesh))
     if lies is _placed:
         _assert_in_shards((state.params, state.opt_state))
     _assert_close(state.params, wanted, 1e-5)
@@ -493,15 +476,9 @@ def test_shards_may_be_said_as_well(lies, kinds):
 @pytest.mark.parametrize("name", ["int8", "late"])
 def test_encoded_rounds_keep_shards_on_a_mesh(name, kinds):
     mesh, rounds = _mesh(4, kinds), ROUNDS[name]
-    first = {leaf: x[0] for leaf, x in _models(1).items()}
-    step = _bound(round_step, rounds=rounds)
-
-    def started():
-        return _started(init_rounds(rounds, first))
-
-    wanted = _trained(simulate(step, rounds), *started())[0].params
-    train_step = on_mesh(step, rounds, mesh)
-    state, _ = _trained(train_step, *_placed(started(), mesh))
+    wanted = _trained(simulate(LOCAL, rounds), *_started(rounds))[0].params
+    train_step = on_mesh(LOCAL, rounds, mesh)
+    state, _ = _trained(train_step, *_placed(_started(rounds), mesh))
     _assert_in_shards((state.params, state.opt_state, state.extra.coded.memory))
     _assert_close(state.params, wanted, 1e-5)
 

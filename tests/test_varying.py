@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from plans import all_reduce, awc
 
 from decentjax import (
     AXIS,
@@ -20,8 +21,6 @@ from decentjax import (
     Topology,
     WorkerState,
     accum_adamw,
-    all_reduce_step,
-    awc_step,
     codec,
     consensus_distance,
     decentralize,
@@ -35,6 +34,7 @@ from decentjax import (
     topology,
 )
 from decentjax.compression import drift, error_feedback
+from decentjax.plan import schedule_of, worker_step
 
 EACH_KIND = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 ROWS = PartitionSpec(AXIS)
@@ -203,9 +203,9 @@ def test_periods_of_rounds_run_in_a_loop(name, kind):
     def worker(model, batch):
         def period(carry):
             model, state = carry
-            for step in range(2):
+            for _ in range(2):
                 gradient = _gradient(model, batch)
-                updates, state = optimizer.update(gradient, state, model, step=step + 2)
+                updates, state = optimizer.update(gradient, state, model)
                 model = optax.apply_updates(model, updates)
             return model, state
 
@@ -216,20 +216,21 @@ def test_periods_of_rounds_run_in_a_loop(name, kind):
 
 @pytest.mark.draw(4)
 @EACH_KIND
-@pytest.mark.parametrize("step", [awc_step, all_reduce_step])
+@pytest.mark.parametrize("plan_of", [awc, all_reduce])
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), NOISY], ids=["adam", "noisy"])
-def test_steps_run_in_a_loop(optimizer, step, kind):
+def test_steps_run_in_a_loop(optimizer, plan_of, kind):
     def loss_fn(params, model_state, batch, key):
         apart = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2), params, batch)
         return jnp.stack(jax.tree.leaves(apart)).sum(), (model_state, {})
 
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    plan = plan_of(COMPLETE)
+    step = worker_step(local_update(loss_fn, optimizer), plan)
 
     def worker(model, batch, state):
         state = WorkerState(model, state, (), jax.random.key(0))
 
         def one(state):
-            return step(state, batch, COMPLETE[0], adapt=local)[0]
+            return step(state, batch, schedule_of(plan)[0])[0]
 
         return _repeated(one, state).params
 

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from plans import atc, awc
 
-from decentjax import atc_step, awc_step, init_state, local_update, simulate, topology
+from decentjax import init_state, local_update, simulate, topology
 from decentjax.exchange import apply
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -45,16 +46,14 @@ def _gradient(models, t, centres):
     return M * away / np.sqrt(1 + np.square(away).sum(1, keepdims=True))
 
 
-def _train(step, graph, num_steps, momentum=None):
+def _train(plan, num_steps, momentum=None):
     """The models after each step, [num_steps, N, DIMS]; all start at 0."""
     optimizer = optax.sgd(RATE, momentum=momentum)
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    train_step = simulate(functools.partial(step, adapt=local), graph)
-    start = jnp.zeros(DIMS)
-    state = init_state(start, optimizer, jax.random.key(0), graph.num_workers)
+    train_step = simulate(local_update(loss_fn, optimizer), plan)
+    state = init_state(jnp.zeros(DIMS), optimizer, jax.random.key(0), plan)
     models = []
     for t in range(num_steps):
-        batch = _centres(graph.num_workers, num_steps)[t]
+        batch = _centres(plan.num_workers, num_steps)[t]
         state, _ = train_step(state, batch, t)
         models.append(np.asarray(state.params))
     return np.stack(models)
@@ -96,7 +95,7 @@ def test_a_run_is_that_of_the_two_algorithms(num_workers, size, tau, order):
     groups = topology.butterfly_groups(num_workers, size)
     graph = topology.with_mean_every(groups, tau)
     num_steps = 2 * tau + 1
-    step = {"atc": atc_step, "awc": awc_step}[order]
+    plan = {"atc": atc, "awc": awc}[order](graph)
     wanted = oracles.wagma_sgd(
         np.zeros((num_workers, DIMS)),
         functools.partial(_gradient, centres=_centres(num_workers, num_steps)),
@@ -107,7 +106,7 @@ def test_a_run_is_that_of_the_two_algorithms(num_workers, size, tau, order):
         num_steps=num_steps,
         order=order,
     )
-    got = _train(step, graph, num_steps, momentum=0.5)
+    got = _train(plan, num_steps, momentum=0.5)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
@@ -125,7 +124,7 @@ def test_a_run_is_that_of_the_two_algorithms(num_workers, size, tau, order):
     ids=lambda graph: getattr(graph, "name", None),
 )
 def test_the_models_stay_within_the_bound_and_meet_at_each_mean(groups, tau):
-    models = _train(atc_step, topology.with_mean_every(groups, tau), 5 * tau)
+    models = _train(atc(topology.with_mean_every(groups, tau)), 5 * tau)
     gamma = _gamma(models)
     assert gamma.max() <= _bound(groups.num_workers, tau)
     assert gamma[tau - 1 :: tau].max() < 1e-10
@@ -138,7 +137,7 @@ def test_the_models_stay_within_the_bound_and_meet_at_each_mean(groups, tau):
     "groups", [topology.alone(7), topology.hierarchical(8, 2, topology.alone)]
 )
 def test_without_the_means_the_models_leave_the_bound(groups):
-    gamma = _gamma(_train(atc_step, groups, num_steps=20))
+    gamma = _gamma(_train(atc(groups), num_steps=20))
     assert gamma.max() > _bound(groups.num_workers, tau=2)
 
 
@@ -163,5 +162,5 @@ def test_in_step_push_sum_weights_stay_one_and_sgp_is_atc(num_workers, degree):
     )
     np.testing.assert_allclose(weights, 1, rtol=0, atol=1e-14)
     graph = topology.k_peer_exponential(num_workers, degree)
-    got = _train(atc_step, graph, num_steps)
+    got = _train(atc(graph), num_steps)
     np.testing.assert_allclose(got, models, rtol=0, atol=2e-5)
