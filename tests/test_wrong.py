@@ -1,6 +1,5 @@
 """What is wrong is answered by a sentence: command lines, and calls of the library."""
 
-import functools
 import re
 import shlex
 
@@ -23,7 +22,6 @@ from decentjax import (
     Topology,
     accum_adam,
     analysis,
-    awc_step,
     cli,
     codec,
     compression,
@@ -33,7 +31,6 @@ from decentjax import (
     exact_diffusion,
     global_mean,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     methods,
@@ -236,10 +233,10 @@ FRAME = str.maketrans(dict.fromkeys("│─╭╮╰╯", " "))
 RING, LOST = topology.ring(4), topology.ring
 PARTY = gossip.Party(gossip.Folder("x"), [0], worker_mesh(1))
 WHOLE = NamedSharding(worker_mesh(1), PartitionSpec())
-EVERY = schedule.every(RING, 2)
-DILOCO = methods.diloco(4)
+DILOCO, MEAN = methods.diloco(4), methods.all_reduce(4)
 SGD = optax.sgd(0.1)
 FUNCTION = "wanted a Topology, such as topology.ring.8., got ring; call a function"
+PLAN = "wanted a plan: a topology, as topology.ring.8., .* got "
 NO_AXIS = "needs the mapped axis 'workers': call this inside"
 OPTIMIZER = "wanted an optax optimizer, such as optax.adamw.1e-3., got sgd"
 
@@ -248,14 +245,7 @@ def loss_fn(params, model_state, batch, key):
     return jnp.mean((params - batch) ** 2), (model_state, {})
 
 
-local = local_update(loss_fn=loss_fn, optimizer=SGD)
-step = local
-rounding = local
-
-
-def with_local(**options):
-    """The step with other options of its local update."""
-    return functools.partial(local, **options)
+local = local_update(loss_fn, SGD)
 
 
 def start(params=0.0, optimizer=SGD, num_workers=4, **options):
@@ -264,10 +254,10 @@ def start(params=0.0, optimizer=SGD, num_workers=4, **options):
     return init_state(params, optimizer, jax.random.key(0), num_workers, **options)
 
 
-def run(step, plan=RING, num_rows=4, number=0, state=None):
+def run(local=local, plan=RING, num_rows=4, number=0, state=None):
     """A simulated step, with batches of 6 examples."""
     state = start() if state is None else state
-    return simulate(step, plan)(state, jnp.zeros((num_rows, 6)), number)
+    return simulate(local, plan)(state, jnp.zeros((num_rows, 6)), number)
 
 
 def mapped(function):
@@ -285,8 +275,9 @@ def job(**changes):
     return runtime.Job(**{"model_bytes": 1e6, "compute": compute, **changes})
 
 
-def updated(optimizer, *arguments):
-    return optimizer.update(jnp.ones(3), optimizer.init(jnp.ones(3)), *arguments)
+def updated(optimizer, *arguments, **options):
+    state = optimizer.init(jnp.ones(3))
+    return optimizer.update(jnp.ones(3), state, *arguments, **options)
 
 
 CALLS = [
@@ -343,15 +334,16 @@ CALLS = [
         lambda: mapped(lambda x: mix(x, RING[0], AXIS, message_dtype="float16")),
         "float16 has a smaller range than float32, .* use bfloat16",
     ),
-    (lambda: decentralize(SGD, LOST, AXIS), FUNCTION),
+    (lambda: decentralize(SGD, LOST, AXIS), PLAN + "ring; call a function"),
     (lambda: decentralize(optax.sgd, RING, AXIS), OPTIMIZER),
     (lambda: decentralize(SGD, RING, AXIS, "float99"), "data type 'float99' not unde"),
     (lambda: updated(decentralize(SGD, RING, AXIS)), "pass params to update"),
     (lambda: updated(decentralize(SGD, RING, AXIS), jnp.ones(3)), NO_AXIS),
-    (lambda: decentralize(SGD, RING, AXIS), "wanted Rounds, .* got Topology"),
+    (lambda: decentralize(SGD, DILOCO.schedule, AXIS), PLAN + "Schedule"),
+    (lambda: updated(decentralize(SGD, DILOCO, AXIS), jnp.ones(3)), NO_AXIS),
     (
-        lambda: updated(decentralize(SGD, DILOCO, AXIS), jnp.ones(3)),
-        NO_AXIS,
+        lambda: updated(decentralize(SGD, DILOCO, AXIS), jnp.ones(3), step=0),
+        "counts the steps of rounds itself, .* leave out step, got 0",
     ),
     (lambda: accum_adam(1e-3, accum_steps=2.5), "must be a whole number, got 2.5"),
     (lambda: exact_diffusion(optax.sgd), OPTIMIZER),
@@ -362,40 +354,35 @@ CALLS = [
     (lambda: start(num_workers=0), "num_workers must be at least one, got 0"),
     (lambda: start(workers=[7]), r"workers must be from 0 to 3, got \[7\]"),
     (lambda: start(params={}), "nothing to train: the params have no leaves"),
-    (lambda: run(step, LOST), FUNCTION),
-    (lambda: run(step, RING[0]), "wanted a Topology, .* got Exchange; call"),
-    (lambda: run(step, number="0"), "the step as a Python int, got '0'"),
-    (lambda: run(step, number=0.5), "the step as a Python int, got 0.5"),
-    (lambda: run(step, state=jnp.ones(4)), "takes a WorkerState, .* got ArrayImpl"),
+    (lambda: run(plan=LOST), PLAN + "ring; call a function"),
+    (lambda: run(plan=RING[0]), PLAN + "Exchange; call"),
+    (lambda: run(number="0"), "the step as a Python int, got '0'"),
+    (lambda: run(number=0.5), "the step as a Python int, got 0.5"),
+    (lambda: run(state=jnp.ones(4)), "takes a WorkerState, .* got ArrayImpl"),
     (
-        lambda: run(step, num_rows=5),
+        lambda: run(num_rows=5),
         "for each worker, got 4 of state.params, 5 of batch",
     ),
-    (lambda: run(step, topology.ring(5)), "for 5 workers, but axis 'workers' has"),
-    (lambda: run(awc_step), "missing 1 required keyword-only argument: 'adapt'"),
+    (lambda: run(plan=topology.ring(5)), "for 5 workers, but axis 'workers' has"),
+    (lambda: run(loss_fn), "missing 1 required positional argument: 'key'"),
+    (lambda: run(loss_fn, MEAN), "pass local_update.loss_fn, opt.*, got loss_fn"),
+    (lambda: local_update(loss_fn, optax.sgd), OPTIMIZER),
     (
-        lambda: run(with_local(optimizer=optax.sgd)),
-        OPTIMIZER,
-    ),
-    (
-        lambda: run(with_local(loss_fn=lambda params, batch, key: params)),
+        lambda: run(local_update(lambda params, batch, key: params, SGD)),
         r"called as loss_fn\(params, model_state, batch, key\): too many posit",
     ),
-    (lambda: run(with_local(loss_fn=3)), r"loss_fn\(params, .*, key\), got int"),
+    (lambda: run(local_update(3, SGD)), r"loss_fn\(params, .*, key\), got int"),
     (
-        lambda: run(with_local(num_micro_batches=0)),
+        lambda: run(local_update(loss_fn, SGD, 0)),
         "a worker's batch of 6 cannot be split into 0 equal micro-batches",
     ),
-    (
-        lambda: run(rounding, DILOCO.schedule),
-        "pass to init_state extra=init_rounds",
-    ),
-    (lambda: run(rounding), "takes the events of rounds.schedule, .* got Exchange"),
+    (lambda: run(plan=DILOCO), "rounds need .*: pass them to init_state, .* got tuple"),
+    (lambda: run(plan=DILOCO.schedule), PLAN + "Schedule"),
     (
         lambda: Rounds(RING, 2, outer=optax.sgd(0.7), tracking=True),
         "tracking averages whole models .* take merge=shift, no outer optimizer",
     ),
-    (lambda: on_mesh(step, RING, None), "wanted a mesh, .* got NoneType; simulate"),
+    (lambda: on_mesh(local, RING, None), "wanted a mesh, .* got NoneType; simulate"),
     (lambda: worker_mesh(0), "num_workers must be at least one, got 0"),
     (
         lambda: place(np.zeros((3, 2)), worker_mesh(4)),
@@ -405,17 +392,18 @@ CALLS = [
         lambda: over_workers(lambda x: x, worker_mesh(4))(jnp.zeros((6, 2))),
         "a row for each of the 4 workers, got 6 of x$",
     ),
-    (lambda: gossip.Background(local, LOST, worker_mesh(4)), FUNCTION),
+    (lambda: gossip.Background(local, LOST, worker_mesh(4)), PLAN + "ring; call"),
     (lambda: gossip.Background(local, RING, None), "wanted a mesh, .* got NoneType"),
     (lambda: gossip.AllReduce(local, None), "wanted a mesh, .* got NoneType"),
     (
-        lambda: gossip.Background(local, RING, worker_mesh(4)),
-        "wanted Rounds, such as methods.diloco.8., got Topology",
+        lambda: gossip.Background(local, MEAN, worker_mesh(4)),
+        "wanted a topology or Rounds, .* got GradientMean: use gossip.AllReduce",
     ),
     (
-        lambda: gossip.Peers(local, RING, PARTY),
-        "wanted Rounds, such as methods.diloco.8., got Topology",
+        lambda: gossip.Peers(local, MEAN, PARTY),
+        "wanted a topology or Rounds, .* got GradientMean: use gossip.AllReduce",
     ),
+    (lambda: gossip.Peers(local, DILOCO.schedule, PARTY), PLAN + "Schedule"),
     (
         lambda: gossip.Peers(local, RING, gossip.Folder("x")),
         "wanted a gossip.Party.book, workers, mesh., got Folder",
@@ -439,15 +427,16 @@ CALLS = [
         lambda: compression.error_feedback(codec.int8(), shards=[WHOLE]).sharding(1),
         "each leaf of a model, got 1, and the model has a leaf 1, counted from 0",
     ),
-    (lambda: Rounds(RING), "wanted a Schedule, .* got Topology"),
-    (lambda: Rounds(EVERY, outer=optax.sgd), OPTIMIZER),
-    (lambda: Rounds(EVERY, merge="shift"), r"such as rounds.shift or .* got 'shift'"),
+    (lambda: Rounds(DILOCO), "wanted a Topology, .* got Rounds"),
+    (lambda: Rounds(LOST), FUNCTION),
+    (lambda: Rounds(RING, 2, outer=optax.sgd), OPTIMIZER),
+    (lambda: Rounds(RING, 2, merge="shift"), r"such as rounds.shift or .* got 'shift'"),
     (
-        lambda: Rounds(EVERY, merge=rounds.blend),
+        lambda: Rounds(RING, 2, merge=rounds.blend),
         r"merge is called as merge\(now, sent, new\): too many positional",
     ),
-    (lambda: Rounds(EVERY, compression=codec.int8()), "wanted a Compression, .* Codec"),
-    (lambda: init_rounds(RING, jnp.ones(3)), "wanted Rounds, .* got Topology"),
+    (lambda: Rounds(RING, 2, compression=codec.int8()), "wanted a Compression, .* Cod"),
+    (lambda: rounds.init_rounds(RING, jnp.ones(3)), "wanted Rounds, .* got Topology"),
     (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1.0"),
     (lambda: schedule.every(LOST, 2), FUNCTION),
     (
