@@ -114,10 +114,8 @@ def noisy(params, model_state, batch, key):
 @functools.lru_cache(maxsize=2)
 def _trained(name, plan_of):
     optimizer, plan = (AVERAGED | REFUSED)[name], plan_of(topology.complete(N))
-    step, event = (
-        worker_step(local_update(noisy, optimizer), plan),
-        schedule_of(plan)[0],
-    )
+    step = worker_step(local_update(noisy, optimizer), plan)
+    event = schedule_of(plan)[0]
 
     def worker(state, data):
         def body(state, _):

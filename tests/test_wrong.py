@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_readme import run_all
 
+import decentjax.__main__ as cli
 from benches.__main__ import BENCHES
 from decentjax import (
     AXIS,
@@ -22,7 +23,6 @@ from decentjax import (
     Topology,
     accum_adam,
     analysis,
-    cli,
     codec,
     compression,
     consensus_distance,
