@@ -13,7 +13,6 @@ import oracles
 import pytest
 from plans import atc, awc
 
-import decentjax
 from decentjax import (
     AXIS,
     accum_adam,
@@ -311,23 +310,6 @@ def test_told_the_step_it_does_as_when_it_counts(graph, num_steps, simulated):
     counted = _descend(optimizer, problem, num_steps, simulated)
     told = _descend(optimizer, problem, num_steps, simulated, static_step=True)
     np.testing.assert_allclose(told, counted, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_the_names_of_version_0_2_are_optimizers_with_a_warning(name):
-    graph, rate = topology.ring(4), 0.1
-    with pytest.warns(DeprecationWarning, match=f"write decentralize.optax.{name}"):
-        earlier = getattr(decentjax, f"d{name}")(rate, graph, AXIS, 0.8, 0.9)
-    new = decentralize(getattr(optax, name)(rate, 0.8, 0.9), graph, AXIS)
-
-    def descended(optimizer):
-        def step(params):
-            updates, _ = optimizer.update(params, optimizer.init(params), params)
-            return optax.apply_updates(params, updates)
-
-        return jax.vmap(step, axis_name=AXIS)(jnp.arange(4.0))
-
-    np.testing.assert_array_equal(descended(earlier), descended(new))
 
 
 def test_narrow_messages_go_through_decentralize():
@@ -779,10 +761,8 @@ def test_a_dtype_that_was_taken_for_a_schedule_is_refused():
         _update_once(optimizer)
 
 
-def test_what_is_no_topology_is_refused():
-    with pytest.raises(
-        TypeError, match=r"wanted a Topology, .* got ring; call a funct"
-    ):
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(TypeError, match="wanted a plan: .* got ring; call a function"):
         decentralize(optax.sgd(0.1), topology.ring, AXIS)
 
 
