@@ -762,7 +762,7 @@ def test_a_dtype_that_was_taken_for_a_schedule_is_refused():
 
 
 def test_what_is_no_plan_is_refused():
-    with pytest.raises(TypeError, match="wanted a plan: .* got ring; call a function"):
+    with pytest.raises(TypeError, match=r"wanted a plan: .* got ring; call a func"):
         decentralize(optax.sgd(0.1), topology.ring, AXIS)
 
 
