@@ -388,7 +388,7 @@ def test_mixing_keeps_the_mean_exactly():
 def test_anchors_that_all_share_stay_one_bit_for_bit(dtype):
     how = Rounds(topology.complete(5), 2, outer=optax.sgd(0.9, 0.9), merge=replace)
     how = with_compression(how, drift(codec.int8(16)))
-    state = final(how, 5, 200, dtype)
+    state = final(how, 200, dtype)
     (anchor,) = state.extra.anchor.values()
     assert anchor.dtype == jnp.float32
     np.testing.assert_array_equal(anchor, np.broadcast_to(anchor[:1], anchor.shape))
@@ -412,10 +412,11 @@ def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
     assert 1.1 < float(anchor[0, 0]) < 1.4
 
 
-def final(how, n, num_steps, dtype):
+def final(how, num_steps, dtype, first=None):
     optimizer, params = optax.sgd(0.3), {"w": jnp.zeros(64, dtype)}
-    state = init_state(params, optimizer, jax.random.key(0), how)
-    draws = np.random.default_rng(0).standard_normal((n, 64))
+    first = first or how
+    state = init_state(params, optimizer, jax.random.key(0), first)
+    draws = np.random.default_rng(0).standard_normal((first.num_workers, 64))
     train_step = simulate(local_update(loss_fn, optimizer), how)
     for t in range(num_steps):
         state, _ = train_step(state, jnp.asarray(draws, dtype), t)
@@ -433,8 +434,9 @@ def test_a_codec_that_does_not_say_what_it_keeps_can_still_be_used():
 
 def test_encoded_leaves_of_other_workers_are_refused():
     how = Rounds(RING, compression=error_feedback(codec.int8()))
+    of_eight = dataclasses.replace(how, topology=topology.ring(8))
     with pytest.raises(ValueError, match="the exchange is for 4 workers, but axis"):
-        final(how, 8, 1, jnp.float32)
+        final(how, 1, jnp.float32, of_eight)
 
 
 def test_a_complex_leaf_is_not_encoded():
