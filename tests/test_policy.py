@@ -349,7 +349,7 @@ def test_a_metric_is_not_replaced_by_what_is_measured():
 
     optimizer = optax.sgd(0.1)
     local = measured(local_update(loss_fn, optimizer))
-    state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), num_workers=2)
+    state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 2)
     step = simulate(local, topology.complete(2))
     with pytest.raises(
         TypeError, match="'norms', which is the name of the norms: give"
