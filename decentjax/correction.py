@@ -13,16 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax._core.collectives import is_mixed, sum_dtype
+from decentjax._core.collectives import sum_dtype
 from decentjax._core.optax_context import check_is_last
 from decentjax._core.optimizer_state import states_of
-from decentjax.loss import Metrics
-from decentjax.state import WorkerState, check_arrays, check_optimizer
+from decentjax.state import check_arrays, check_optimizer
 from decentjax.updates import (
-    Adapt,
     check_averages_nothing,
     extra_arguments,
-    halves_of,
 )
 
 # These skip the whole call: the inner state does not change either.
@@ -210,77 +207,3 @@ def quasi_global_momentum(
         return updates, QuasiGlobalState(state.count + 1, moved, params, rates)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def init_tracker(params: Any) -> Any:
-    """The first y of one model: zeros, in float32 at least.
-
-    Rounding errors of y would accumulate.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax.correction import init_tracker
-      >>> print(init_tracker(jnp.ones(2)))
-      [0. 0.]
-    """
-
-    def zeros(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return jnp.zeros_like(x, sum_dtype(x) if is_mixed(x) else x.dtype)
-
-    return jax.tree.map(zeros, params)
-
-
-def tracked(adapt: Adapt) -> Adapt:
-    """The local update of gradient tracking, of pairs: `y <- y + g - g_before`.
-
-    The params are `(y, x)`, which are sent together, the optimizer's state is `(state,
-    g_before)`, and the optimizer gets y as its gradient.
-
-    Args:
-      adapt: the local update with its two halves, see `local_update`.
-
-    Raises:
-      TypeError: if it has no halves, or, when traced, if its optimizer is an
-        `optax.apply_if_finite`.
-
-    Examples:
-      >>> import optax
-      >>> from decentjax import local_update
-      >>> from decentjax.correction import tracked
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = tracked(local_update(loss_fn, optax.sgd(0.1)))
-    """
-    halves = halves_of(adapt, "gradient tracking")
-
-    def adapt_pair(
-        state: WorkerState, batch: Any, mixed: Any
-    ) -> tuple[WorkerState, Metrics]:
-        (_, params), (opt_state, before) = state.params, state.opt_state
-        tracker, model = mixed
-        _check_skips_nothing(opt_state)
-        state = state._replace(params=params, opt_state=opt_state)
-        halves.check_keeps_averages(state)
-        found = halves.gradient(state, batch)
-        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
-        tracker = jax.tree.map(
-            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
-        )
-        narrow = jax.tree.map(lambda y, g: y.astype(g.dtype), tracker, found.grads)
-        new, metrics = halves.descend(found._replace(grads=narrow), state, model)
-        params, opt_state = (tracker, new.params), (new.opt_state, wide)
-        return new._replace(params=params, opt_state=opt_state), metrics
-
-    return adapt_pair
-
-
-def _check_skips_nothing(opt_state: Any) -> None:
-    """Raises a TypeError if the optimizer drops updates whose gradient is in y."""
-    if states_of(opt_state, optax.ApplyIfFiniteState):
-        raise TypeError(
-            "gradient tracking averages y: a gradient that is not finite reaches all "
-            "workers through it, and optax.apply_if_finite would then drop every later "
-            "update. Make gradients finite before, as in optax.chain("
-            "optax.zero_nans(), decentralize_rounds(...))"
-        )

@@ -17,7 +17,6 @@ from jax import lax
 
 from decentjax._core.collectives import AxisName
 from decentjax._core.optimizer_state import average_own_models, common_keys
-from decentjax.correction import tracked
 from decentjax.exchange import Topology, check_whole, warn_of_parts
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
@@ -28,13 +27,10 @@ from decentjax.rounds import (
     check_carried,
     check_rounds,
     default_mix,
-    init_rounds,
     mix_workers,
-    paired,
     receive,
     send,
     travelling,
-    unpaired,
     without_messages,
 )
 from decentjax.schedule import Event, Fragment, Round, Schedule, every
@@ -141,7 +137,7 @@ def warn_of_plan(plan: Plan) -> None:
 
 def init_carried(plan: Plan, params: Any) -> Any:
     """Returns what a worker keeps for a plan beside its model, `WorkerState.extra`."""
-    return init_rounds(plan, params) if isinstance(plan, Rounds) else ()
+    return plan.init(params) if isinstance(plan, Rounds) else ()
 
 
 def init_state(
@@ -250,11 +246,22 @@ def worker_step(
     check_plan(plan)
     if isinstance(plan, GradientMean):
         return functools.partial(_gradient_mean_step, local, axis_name)
-    if isinstance(plan, Topology) or plan.averages_models:
-        is_early = isinstance(plan, Topology) or plan.delay > 0
-        return functools.partial(_model_step, local, mix or mix_workers, is_early)
-    average = default_mix(plan) if mix is None else mix
-    return functools.partial(_round_step, local, plan, average, send, receive)
+    if isinstance(plan, Topology):
+        return functools.partial(_model_step, local, mix or mix_workers, True)
+    local = plan.adapt(local)
+    if plan.averages_models:
+        one = functools.partial(_model_step, local, mix or mix_workers, plan.delay > 0)
+    else:
+        average = default_mix(plan) if mix is None else mix
+        one = functools.partial(_round_step, local, plan, average, send, receive)
+
+    def packed(
+        state: WorkerState, batch: Any, event: Any
+    ) -> tuple[WorkerState, Metrics]:
+        new, metrics = one(plan.pack(state), batch, event)
+        return plan.unpack(new), metrics
+
+    return packed
 
 
 def _gradient_mean_step(
@@ -308,8 +315,6 @@ def _round_step(
     event: Event | Turn,
 ) -> tuple[WorkerState, Metrics]:
     check_carried(rounds, state)
-    if rounds.tracking:
-        state, local = paired(state), tracked(local)
     is_late = rounds.delay > 0
 
     def end(one: Round, state: WorkerState) -> WorkerState:
@@ -331,7 +336,7 @@ def _round_step(
     new, metrics = local(state, batch, mixed.params)
     new = new._replace(extra=mixed.extra)
     new = new if is_late else _in_turn(event, exchange, new)
-    return (unpaired(new) if rounds.tracking else new), metrics
+    return new, metrics
 
 
 def _in_turn(event: Event | Turn, function: Callable[..., Any], value: Any) -> Any:

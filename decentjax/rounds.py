@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
 from decentjax._core.optimizer_state import check_averageable, check_no_own_model
-from decentjax._core.slices import over_shards
+from decentjax._core.slices import is_spec, over_shards
 from decentjax.codec import axes_of
 from decentjax.compression import (
     Coded,
@@ -36,13 +36,13 @@ from decentjax.compression import (
     encode_leaves,
     init_coded,
 )
-from decentjax.correction import init_tracker
 from decentjax.exchange import Exchange, Topology
 from decentjax.loss import check_call
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
 from decentjax.schedule import Fragment, Schedule, every, in_fragments
 from decentjax.state import WorkerState, check_arrays, check_optimizer
+from decentjax.updates import Adapt
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
@@ -133,15 +133,11 @@ class Rounds:
         the anchor to the average.
       merge: how a worker continues from the anchor: `replace`, `shift` or `blend(c)`.
       compression: how messages are encoded; None sends leaves unencoded.
-      tracking: whether workers descend along an estimate y of the mean gradient, `y <-
-        y + g - g_before`, which is averaged with the model; doubles the bytes sent.
 
     Raises:
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
         empty, the delay is longer than H, there is an outer optimizer, but no local
-        step between rounds, the compression does not fit the exchanges, or rounds with
-        tracking would not preserve the sum of all y: with an outer optimizer,
-        fragments, a compression, `blend`, or `replace` with a delay.
+        step between rounds, or the compression does not fit the exchanges.
       TypeError: if a part has the wrong type.
 
     Examples:
@@ -151,6 +147,8 @@ class Rounds:
       >>> plan = Rounds(pairs, every=50, outer=optax.sgd(0.7, momentum=0.5))
     """
 
+    keeps_sums: ClassVar[bool] = False  # Whether rounding of messages would add up.
+
     topology: Topology
     every: int = 1
     delay: int = 0
@@ -158,7 +156,6 @@ class Rounds:
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
     compression: Compression | None = None
-    tracking: bool = False
 
     def __post_init__(self):
         if self.fragments is not None:
@@ -186,8 +183,6 @@ class Rounds:
             )
         if self.compression is not None:
             self.compression.check(self.schedule, self.outer is not None)
-        if self.tracking:
-            self._check_keeps_sums()
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -204,30 +199,41 @@ class Rounds:
     def averages_models(self) -> bool:
         """Whether each step averages whole models, and nothing else is kept."""
         is_whole = self.every == 1 and self.fragments is None and self.delay <= 1
-        is_bare = self.outer is None and self.compression is None and not self.tracking
+        is_bare = self.outer is None and self.compression is None
         return is_whole and is_bare and self.merge in (replace, shift)
 
-    def _check_keeps_sums(self) -> None:
-        """Raises a ValueError for rounds that would change the sum of all y."""
-        delay = self.delay
-        is_kept = self.merge is shift or (self.merge is replace and delay <= 1)
-        is_whole = self.schedule.fragments == (None,)
-        if self.outer or self.compression or not is_kept or not is_whole:
-            raise ValueError(
-                "tracking averages whole models and estimates, and preserves their "
-                "sums: take merge=shift, no outer optimizer, no fragments, and no "
-                "compression, got "
-                f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
-                f"{', an outer optimizer' if self.outer else ''}"
-                f"{'' if is_whole else ', fragments'}"
-                f"{f', {self.compression.kind.name}' if self.compression else ''}"
-            )
+    def travels(self, params: Any) -> Any:
+        """What is sent of a tree like that of the params."""
+        return params
+
+    def init(self, params: Any) -> Any:
+        """What a worker keeps beside its model, `WorkerState.extra`.
+
+        Raises:
+          ValueError: if the model does not have a leaf of a fragment, or a round would
+            send nothing, as exchanges average only floats.
+        """
+        return init_rounds(self, params)
+
+    def pack(self, state: WorkerState) -> WorkerState:
+        """The state whose params travel, from that of a worker; only rearranged."""
+        return state
+
+    def unpack(self, state: WorkerState) -> WorkerState:
+        """The inverse of `pack`."""
+        return state
+
+    def adapt(self, local: Adapt) -> Adapt:
+        """The local update of packed states."""
+        return local
+
+    def check(self, state: WorkerState) -> None:
+        """Raises a TypeError if a packed state lacks that of these rounds."""
+        check_carried(self, state)
 
 
 class RoundState(NamedTuple):
     """State of a worker between rounds, by number of the leaf.
-
-    With tracking the leaves are those of `(y, x)`.
 
     Args:
       anchor: z, in float32 or wider; empty without an outer optimizer.
@@ -242,20 +248,6 @@ class RoundState(NamedTuple):
     coded: Coded | None = None
 
 
-class TrackingState(NamedTuple):
-    """State of a worker in rounds with tracking.
-
-    Args:
-      carried: state of the rounds of y and x.
-      tracker: y.
-      gradient: gradient of the last step.
-    """
-
-    carried: RoundState
-    tracker: Any
-    gradient: Any
-
-
 def check_rounds(rounds: Any) -> Rounds:
     """Returns rounds, or raises a TypeError."""
     if not isinstance(rounds, Rounds):
@@ -266,33 +258,9 @@ def check_rounds(rounds: Any) -> Rounds:
     return rounds
 
 
-def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
-    """The first state of a worker, the `extra` of `init_state`.
-
-    Args:
-      rounds: the rounds.
-      params: one model.
-
-    Raises:
-      ValueError: if the schedule names a leaf that the model does not have, or a round
-        would send nothing, as exchanges average only floats.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import init_rounds, init_state, methods
-      >>> rounds, params = methods.diloco(num_workers=4), jnp.zeros(3)
-      >>> extra, key = init_rounds(rounds, params), jax.random.key(0)
-      >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
-    """
-    check_arrays(params, "init_rounds")
-    check_rounds(rounds)
-    if not rounds.tracking:
-        return _init_carried(rounds, params)
-    tracker, gradient = init_tracker(params), init_tracker(params)
-    return TrackingState(_init_carried(rounds, (tracker, params)), tracker, gradient)
-
-
-def _init_carried(rounds: Rounds, params: Any) -> RoundState:
+def init_rounds(rounds: Rounds, params: Any) -> RoundState:
+    """The first state of a worker in rounds of its params."""
+    check_arrays(params, "init")
     parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.delay > 1
@@ -383,37 +351,16 @@ def receive(
 
 
 def check_carried(rounds: Rounds, state: WorkerState) -> None:
-    """Raises a TypeError if the state does not include that of these rounds.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import check_carried
-      >>> rounds, params = methods.local_sgd(topology.ring(8), 10), jnp.ones(2)
-      >>> extra = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), extra)
-      >>> check_carried(rounds, state)
-    """
-    if not isinstance(state.extra, TrackingState if rounds.tracking else RoundState):
+    """Raises a TypeError if the state does not include that of these rounds."""
+    del rounds
+    if not isinstance(state.extra, RoundState):
         raise TypeError(
-            "rounds need their own state: pass to init_state extra="
-            f"init_rounds(rounds, params), got {type(state.extra).__name__}"
+            "rounds need their own state: make it by step.init(params, key) or "
+            "init_state(params, optimizer, key, plan), got "
+            f"{type(state.extra).__name__}"
         )
     check_no_own_model(state.opt_state, "a round")
     check_averageable(state.opt_state)
-
-
-def paired(state: WorkerState) -> WorkerState:
-    """The state with the params `(y, x)`, as the rounds of tracking average them."""
-    one: TrackingState = state.extra
-    params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
-    return state._replace(params=params, opt_state=opt_state, extra=one.carried)
-
-
-def unpaired(state: WorkerState) -> WorkerState:
-    (tracker, params), (opt_state, gradient) = state.params, state.opt_state
-    extra = TrackingState(state.extra, tracker, gradient)
-    return state._replace(params=params, opt_state=opt_state, extra=extra)
 
 
 def travelling(fragment: Fragment, state: WorkerState) -> Any:
@@ -458,8 +405,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
     if compression is None:
         if shards is None:
             return mix_workers
-        specs = (shards, shards) if rounds.tracking else shards
-        specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        specs = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
         return functools.partial(_mix_shards, specs)
     if shards is not None:
         raise ValueError(

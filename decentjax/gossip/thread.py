@@ -112,8 +112,10 @@ class Beside(Closing):
         warn_of_plan(plan)
         rounds = rounds_of(plan)
 
+        of_packed = rounds.adapt(local)
+
         def adapt(state: WorkerState, batch: Any, mixed: Any) -> Step:
-            new, metrics = local(state, batch, mixed)
+            new, metrics = of_packed(state, batch, mixed)
             return jax.tree.map(strong, new), metrics
 
         self._local, self._adapt, self.plan = local, adapt, plan
@@ -147,13 +149,14 @@ class Beside(Closing):
             cut, or the state was donated to an earlier step.
           BaseException: any error of an exchange, unchanged.
         """
-        *_, new = self.begin(state, batch, step)
+        *_, new = self.begin(self._rounds.pack(state), batch, step)
         assert new is not None
         phases.note(phases.BETWEEN)
-        return new
+        state, metrics = new
+        return self._rounds.unpack(state), metrics
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Step | None]:
-        """A step in two parts: None once its messages are sent, then the rest.
+        """A step of packed states in two parts: None once its messages are sent.
 
         If its messages follow its update, the first part computes the update.
         """
@@ -386,11 +389,6 @@ def check_beside(plan: Plan) -> None:
     if isinstance(plan, Topology):
         return
     rounds = check_rounds(plan)
-    if rounds.tracking:
-        raise ValueError(
-            "rounds with tracking run in the step: use on_mesh, decentralize, or "
-            "rounds without tracking"
-        )
     if rounds.compression is not None and rounds.compression.shards is not None:
         raise ValueError(
             "beside the step messages of slices are not encoded: leave the "
