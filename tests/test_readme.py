@@ -208,13 +208,15 @@ if "ema" in globals():
     assert 0 < abs(averaged - jnp.array([1.0, -2.0, 3.0])).max() < 0.05
     assert abs(ema - models).max() > 0
 """
+SOLVED_BY_STATE = SOLVED.format(
+    "jax.numpy.asarray(jax.tree.leaves(state.params)[-1]).mean(0).ravel()"
+)
 CHECKS = {
     "targets = jnp.array": "assert abs(x - 1.4444).max() < 1e-3",
-    "step.init(": SOLVED.format("params"),
-    "decentralize(": SOLVED.format("params"),
-    "state = init_state": SOLVED.format(
-        "jax.numpy.asarray(jax.tree.leaves(state.params)[-1]).mean(0).ravel()"
-    ),
+    "step = wrap(": SOLVED.format("params"),
+    "decentralize(adamw": SOLVED.format("params"),
+    "state = train_step.init": SOLVED_BY_STATE,
+    "state = init_state": SOLVED_BY_STATE,
 }
 CONSTANTS = {"AXIS"}  # The reference has them in a sentence.
 
