@@ -132,7 +132,7 @@ class TrainStep:
         if self._steps is not None:
             self._steps.note(place)
         phases.note("computing", place)
-        if not self._is_checked:
+        if not self._is_checked and not _is_traced(state.params):
             assert self._mesh is not None
             # Decentralized workers that resume from a later step have different models.
             if place == 0 or isinstance(self._plan, GradientMean):
@@ -299,6 +299,10 @@ def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> No
     is_gone = any(x.is_deleted() for x in arrays)
     if is_gone or len(set(map(id, arrays))) < len(arrays):
         _check_each(state, batch, state if donated is None else donated)
+
+
+def _is_traced(tree: Any) -> bool:  # As in a scan over steps.
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def _has_buffer(x: Any) -> bool:
