@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from decentjax.loss import LossFn, compute_in
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
     from decentjax.optim import (
-        ScaleByAccumAdamState,
         accum_adam,
         accum_adamw,
         decentralize,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from decentjax.plan import GradientMean, Plan, init_state
     from decentjax.rounds import Rounds
     from decentjax.state import (
-        DecentralizeState,
         WorkerState,
         stack,
         stacked_shardings,
@@ -58,15 +56,12 @@ if TYPE_CHECKING:
     from decentjax.updates import (
         Gradient,
         LocalUpdate,
-        descend,
-        gradient,
         local_update,
     )
     from decentjax.wrapping import WrappedStep, wrap
 
 __all__ = [
     "AXIS",
-    "DecentralizeState",
     "Exchange",
     "Gradient",
     "GradientMean",
@@ -77,7 +72,6 @@ __all__ = [
     "Permutations",
     "Plan",
     "Rounds",
-    "ScaleByAccumAdamState",
     "Topology",
     "TrainStep",
     "WorkerState",
@@ -91,13 +85,11 @@ __all__ = [
     "compute_in",
     "consensus_distance",
     "decentralize",
-    "descend",
     "dispersion",
     "distributed",
     "exact_diffusion",
     "global_mean",
     "gossip",
-    "gradient",
     "init_state",
     "local_update",
     "local_workers",

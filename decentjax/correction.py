@@ -40,11 +40,10 @@ def exact_diffusion(
 
     A transformation whose update is that of `inner`, plus the movement of the model by
     the last exchange, `x - p_before`. Anything that scales, clips or delays updates
-    goes inside, `exact_diffusion(optax.chain(...))`. Use it in `atc_step` or
-    `decentralize_atc`, over a symmetric, constant graph, whose W has no eigenvalue of
-    -1/3 or less, such as `topology.damped(graph, 0.5)`. In `awc_step`, `decentralize`
-    and `gossip` it is EXTRA, whose exchange does not wait for the gradient and which
-    needs a lower learning rate:
+    goes inside, `exact_diffusion(optax.chain(...))`. Use it over the plan
+    `Rounds(graph)`, with a symmetric, constant graph, whose W has no eigenvalue of
+    -1/3 or less, such as `topology.damped(graph, 0.5)`. Over a topology it is EXTRA,
+    whose exchange does not wait for the gradient and which needs a lower learning rate:
 
         x <- W (2 x - x_before) + update(grad) - update(grad_before)
 
@@ -67,9 +66,9 @@ def exact_diffusion(
 
     Examples:
       >>> import optax
-      >>> from decentjax import decentralize_atc, exact_diffusion, topology
-      >>> graph = topology.damped(topology.ring(8), 0.5)
-      >>> d2 = decentralize_atc(exact_diffusion(optax.sgd(0.1)), graph, "workers")
+      >>> from decentjax import Rounds, decentralize, exact_diffusion, topology
+      >>> plan = Rounds(topology.damped(topology.ring(8), 0.5))
+      >>> d2 = decentralize(exact_diffusion(optax.sgd(0.1)), plan, "workers")
 
     Source: Tang et al., D²: Decentralized Training over Decentralized Data (2018);
     Yuan et al., Exact Diffusion for Distributed Optimization and Learning (2019); Shi
@@ -138,12 +137,12 @@ def quasi_global_momentum(
         x <- W (x - a (b m + g))
 
     The movement includes the exchange, so workers with different data move in one
-    direction. A transformation for `atc_step` or `decentralize_atc`, whose update must
-    not be modified. At a fixed point nothing moves and m is 0: it is that of plain
+    direction. A transformation for the plan `Rounds(graph)`, whose update must not be
+    modified. At a fixed point nothing moves and m is 0: it is that of plain
     averaging with the rate a. With `nesterov` the update is `-a (g + b (b m + g))`,
     whose fixed point is that of plain averaging with the rate (1 + b) a, further from
-    the optimum. In `awc_step`, `decentralize` and `gossip` x is here the mixed model, W
-    x_before; this form is not the paper's.
+    the optimum. Over a topology x is here the mixed model, W x_before; this form is not
+    the paper's.
 
     Args:
       learning_rate: a, a number or a schedule.
@@ -155,9 +154,9 @@ def quasi_global_momentum(
         changes the updates.
 
     Examples:
-      >>> from decentjax import decentralize_atc, quasi_global_momentum, topology
+      >>> from decentjax import Rounds, decentralize, quasi_global_momentum, topology
       >>> inner = quasi_global_momentum(0.1, momentum=0.9)
-      >>> optimizer = decentralize_atc(inner, topology.ring(8), "workers")
+      >>> optimizer = decentralize(inner, Rounds(topology.ring(8)), "workers")
 
     Source: Lin et al., Quasi-global Momentum: Accelerating Decentralized Deep Learning
     on Heterogeneous Data (2021), Algorithm 1, and its code.

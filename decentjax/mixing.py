@@ -154,7 +154,7 @@ def mix(
     """
     if not isinstance(exchange, Exchange):
         got = type(exchange).__name__
-        hint = ": a schedule of rounds is for round_step" if got == "Event" else ""
+        hint = ": an Event is for the step of a plan" if got == "Event" else ""
         raise TypeError(
             f"mix takes one Exchange, as in topology[step], got {got}{hint}"
         )

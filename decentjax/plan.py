@@ -216,6 +216,7 @@ def worker_step(
     plan: Plan,
     mix: Mix | None = None,
     *,
+    shards: Any = None,
     axis_name: AxisName | None = None,
     send: Send = send,
     receive: Receive = receive,
@@ -234,7 +235,8 @@ def worker_step(
       local: the local update, as `local_update` returns it.
       plan: the plan.
       mix: the averaging, `decentjax.mix` with its keywords bound; of rounds that of
-        leaves by number, by default `default_mix(rounds)`.
+        leaves by number.
+      shards: as in `mix`, where the averaging is not given.
       axis_name: axis of the workers; by default the mapped one.
       send: the beginning of a round, if it is a separate program.
       receive: its end, likewise.
@@ -247,12 +249,15 @@ def worker_step(
     if isinstance(plan, GradientMean):
         return functools.partial(_gradient_mean_step, local, axis_name)
     if isinstance(plan, Topology):
-        return functools.partial(_model_step, local, mix or mix_workers, True)
+        average = mix or functools.partial(mix_workers, shards=shards)
+        return functools.partial(_model_step, local, average, True)
     local = plan.adapt(local)
     if plan.averages_models:
-        one = functools.partial(_model_step, local, mix or mix_workers, plan.delay > 0)
+        specs = None if shards is None else plan.travels(shards)
+        average = mix or functools.partial(mix_workers, shards=specs)
+        one = functools.partial(_model_step, local, average, plan.delay > 0)
     else:
-        average = default_mix(plan) if mix is None else mix
+        average = default_mix(plan, shards) if mix is None else mix
         one = functools.partial(_round_step, local, plan, average, send, receive)
 
     def packed(

@@ -8,7 +8,7 @@ A worker with the model x has an anchor z, the model after its last round. A rou
               x  = merge(x now, x sent, z')
 
 Without an outer optimizer there is no anchor, and z' = q. `send` and `receive` are one
-worker's code; `round_step` places them around the local update.
+worker's code; `decentjax.plan` places them around the local update.
 """
 
 import dataclasses
@@ -43,6 +43,8 @@ from decentjax.placement import bound_axis
 from decentjax.schedule import Fragment, Schedule, every, in_fragments
 from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.updates import Adapt
+
+__all__ = ["Rounds", "blend", "replace", "shift"]
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
@@ -279,19 +281,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
-    """Begins a round: the state with its current leaves, encoded or not.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import send
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> params = jnp.array([1.0, 2.0])
-      >>> carried = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
-      >>> print(send(rounds, None, state).extra.sent[0])
-      [1. 2.]
-    """
+    """Begins a round: the state with its current leaves, encoded or not."""
     carried: RoundState = state.extra
     leaves = leaves_of(fragment, state.params)
     if carried.coded is not None:
@@ -317,18 +307,6 @@ def receive(
 
     Returns:
       The state with the model after the round, and the new anchor and outer state.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import receive, send
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> params = jnp.array([1.0, 2.0])
-      >>> carried = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
-      >>> state = send(rounds, None, state)
-      >>> print(receive(rounds, None, state, {0: jnp.array([3.0, 4.0])}).params)
-      [3. 4.]
     """
     carried, new = state.extra, mixed
     if carried.coded is not None:
@@ -345,7 +323,7 @@ def receive(
         sent = carried.sent[number]
         merged = rounds.merge(leaves[number], sent, new[number])
         leaves[number] = merged.astype(sent.dtype)
-    # As in `awc_step`.
+    # As in `mix`.
     params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
     return state._replace(params=params, extra=carried)
 
@@ -364,19 +342,7 @@ def check_carried(rounds: Rounds, state: WorkerState) -> None:
 
 
 def travelling(fragment: Fragment, state: WorkerState) -> Any:
-    """What the exchange of a round averages: leaves, or pairs of leaf and message.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import send, travelling
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> params = {"b": jnp.zeros(2), "count": jnp.array(0), "w": jnp.ones(2)}
-      >>> carried = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
-      >>> sorted(travelling(None, send(rounds, None, state)))
-      [0, 2]
-    """
+    """What the exchange of a round averages: leaves, or pairs of leaf and message."""
     carried: RoundState = state.extra
     numbers = leaves_of(fragment, state.params)
     if carried.coded is None:
@@ -393,13 +359,6 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
     Raises:
       ValueError: if shards are given here for encoded leaves, whose codec needs them.
-
-    Examples:
-      >>> import functools
-      >>> from decentjax import methods, round_step
-      >>> from decentjax.rounds import default_mix
-      >>> rounds = methods.diloco(num_workers=8)
-      >>> step = functools.partial(round_step, rounds=rounds, mix=default_mix(rounds))
     """
     compression = rounds.compression
     if compression is None:
@@ -420,19 +379,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
 
 def mix_of(compression: Compression) -> Callable[..., Any]:
-    """Returns the averaging of encoded leaves over the axis of the workers.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import AXIS, codec, topology
-      >>> from decentjax.compression import error_feedback
-      >>> from decentjax.rounds import mix_of
-      >>> average = mix_of(error_feedback(codec.exact()))
-      >>> def worker(x):
-      ...     return average({0: (x, (x,))}, topology.complete(2)[0])
-      >>> print(jax.vmap(worker, axis_name=AXIS)(jnp.array([1.0, 3.0]))[0])
-      [ 1. -1.]
-    """
+    """Returns the averaging of encoded leaves over the axis of the workers."""
     average = functools.partial(compression.kind.average, codec=compression.codec)
 
     def averaged(
@@ -467,18 +414,7 @@ def _mix_coded_shards(
 
 
 def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
-    """The state after a step, without messages merged in the step itself.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import send, without_messages
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> carried = init_rounds(rounds, jnp.ones(2))
-      >>> state = WorkerState(jnp.ones(2), (), (), jax.random.key(0), carried)
-      >>> without_messages(rounds, send(rounds, None, state)).extra.sent
-      {}
-    """
+    """The state after a step, without messages merged in the step itself."""
     if rounds.delay > 1:
         return state
     coded = state.extra.coded
@@ -492,13 +428,6 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
 
     Raises:
       ValueError: if the model has no such leaf.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax.rounds import leaves_of
-      >>> params = {"b": jnp.zeros(2), "count": jnp.array(0), "w": jnp.ones(2)}
-      >>> sorted(leaves_of(None, params)), sorted(leaves_of((2,), params))
-      ([0, 2], [2])
     """
     leaves = jax.tree.leaves(params)
     numbers = range(len(leaves)) if fragment is None else fragment

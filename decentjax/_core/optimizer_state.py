@@ -48,7 +48,7 @@ def check_averageable(opt_state: Any) -> None:
         raise TypeError(
             f"the optimizer with the state {kind.__name__} does not keep averaged "
             f"models: {_REFUSED[kind]}; use another optimizer, such as optax.adamw, "
-            "or all_reduce_step, which averages gradients"
+            "or methods.all_reduce, which averages gradients"
         )
 
 
@@ -57,8 +57,8 @@ def check_no_own_model(opt_state: Any, what: str) -> None:
     if own_models(opt_state):
         raise TypeError(
             "schedule_free keeps a second model z, which has to be averaged with "
-            f"the params, and {what} averages only the params: use awc_step, "
-            "atc_step or decentralize, or another optimizer"
+            f"the params, and {what} averages only the params: use a "
+            "topology or Rounds(topology) in the step, or another optimizer"
         )
 
 

@@ -284,7 +284,7 @@ class Beside(Closing):
         yield new._replace(params=params), metrics
 
     def _in_rounds(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
-        """`round_step`, with each part a separate program."""
+        """A step of rounds, with each part a separate program."""
         check_carried(self._rounds, state)
         schedule = self._rounds.schedule
         sends, receives = schedule[step]
