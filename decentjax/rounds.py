@@ -91,7 +91,8 @@ def blend(share: float) -> Merge:
     """`c (x now) + (1 - c) z'`, the merge of streaming DiLoCo.
 
     Args:
-      share: c, the part of the worker's own model, in [0, 1).
+      share: c, the part of the worker's own model, in [0, 1]; with 1 only the anchor
+        moves.
 
     Raises:
       ValueError: if the share is out of range.
@@ -102,8 +103,8 @@ def blend(share: float) -> Merge:
       >>> print(blend(0.25)(jnp.array(3.0), jnp.array(1.0), jnp.array(2.0)))
       2.25
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"the own model's share must be in [0, 1), got {share}")
+    if not 0 <= share <= 1:
+        raise ValueError(f"the own model's share must be in [0, 1], got {share}")
 
     def merge(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
         del sent
