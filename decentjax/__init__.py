@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
     from decentjax.loss import LossFn, compute_in
-    from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
+    from decentjax.mixing import (
+        Lowering,
+        consensus_distance,
+        global_mean,
+        mix,
+        neighbor_allgather,
+    )
     from decentjax.optim import (
         accum_adam,
         accum_adamw,
@@ -96,6 +102,7 @@ __all__ = [
     "mean_model",
     "methods",
     "mix",
+    "neighbor_allgather",
     "on_mesh",
     "over_workers",
     "overlap",
@@ -166,4 +173,4 @@ def _import(module: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return ["__version__", *__all__]
