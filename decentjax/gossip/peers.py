@@ -84,14 +84,13 @@ class Peers(Beside):
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import gossip, init_state, local_update, methods, worker_mesh
+      >>> from decentjax import gossip, local_update, methods, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> optimizer, plan = optax.adam(0.1), methods.diloco(1, num_steps=5)
-      >>> local = local_update(loss_fn, optimizer)
-      >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), plan)
+      >>> local = local_update(loss_fn, optax.adam(0.1))
       >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
-      >>> with gossip.Peers(local, plan, party) as train_step:
+      >>> with gossip.Peers(local, methods.diloco(1, num_steps=5), party) as train_step:
+      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
       ...     for t in range(10):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
@@ -126,6 +125,9 @@ class Peers(Beside):
             port = RoundPort(party, rounds, patience, used, quorum, elastic, read)
         super().__init__(local, plan, party.mesh, port, record)
         self._peers, self._was_away = port, False
+
+    def _workers(self) -> Sequence[int]:
+        return self._peers.party.workers
 
     @property
     def links(self) -> Links:

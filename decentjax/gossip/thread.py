@@ -21,8 +21,8 @@ from decentjax.gossip.engine import Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
-from decentjax.placement import over_workers, place
-from decentjax.plan import Plan, rounds_of, warn_of_plan
+from decentjax.placement import local_workers, over_workers, place
+from decentjax.plan import Plan, first_state, rounds_of, warn_of_plan
 from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
@@ -37,7 +37,7 @@ from decentjax.rounds import (
 from decentjax.schedule import Fragment, Round
 from decentjax.state import WorkerState, strong
 from decentjax.train_step import StepCount, check_not_donated
-from decentjax.updates import Adapt
+from decentjax.updates import Adapt, init_of
 
 Arrival = Callable[[], Leaves]
 """Waits for averaged leaves, and returns them stacked, by number."""
@@ -132,6 +132,25 @@ class Beside(Closing):
         self._whole = _compiled(adapt, mesh)
         self._is_of_models = rounds.averages_models
         self._begins, self._ends = _programs(rounds, mesh)
+
+    def init(self, params: Any, key: jax.Array, model_state: Any = ()) -> WorkerState:
+        """Returns the first state of the workers of this process, on their mesh.
+
+        Args:
+          params: one model, the same in all processes.
+          key: random key, split among the workers.
+          model_state: as in `init_state`.
+
+        Raises:
+          TypeError: if the local update has no optimizer, as a function of your own.
+        """
+        begin, own = init_of(self._local), self._workers()
+        state = first_state(params, begin, key, self.plan, model_state, own)
+        return place(state, self._mesh)
+
+    def _workers(self) -> Sequence[int]:
+        """The numbers of the workers of this process."""
+        return local_workers(self._mesh)
 
     def share(self, other: "Beside") -> None:
         """Reuses the compiled programs of a step of the same local update and mesh."""
