@@ -13,7 +13,6 @@ from benches.gpu.gpu_alone import explained, first_batch, of_workers
 from benches.runner import Runner, repeat
 from benches.train_steps import in_turns
 from decentjax import (
-    LocalUpdate,
     Lowering,
     Topology,
     WorkerState,
@@ -24,6 +23,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip import Background, host_mesh
+from decentjax.updates import Adapt
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
 from train.config import Config, DistributedConfig
@@ -78,7 +78,7 @@ def runners(
     graph, no_peers = config.topology.build(config.workers), topology.complete(1)
 
     def runner(
-        optimizer: optax.GradientTransformation, local: LocalUpdate, graph: Topology
+        optimizer: optax.GradientTransformation, local: Adapt, graph: Topology
     ) -> Runner:
         mesh = alone if graph is no_peers else all_workers
         workers = local_workers(mesh)
