@@ -29,9 +29,14 @@ if TYPE_CHECKING:
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
     from decentjax.loss import LossFn, compute_in
-    from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
+    from decentjax.mixing import (
+        Lowering,
+        consensus_distance,
+        global_mean,
+        mix,
+        neighbor_allgather,
+    )
     from decentjax.optim import (
-        ScaleByAccumAdamState,
         accum_adam,
         accum_adamw,
         decentralize,
@@ -49,7 +54,6 @@ if TYPE_CHECKING:
     from decentjax.plan import GradientMean, Plan, init_state
     from decentjax.rounds import Rounds
     from decentjax.state import (
-        DecentralizeState,
         WorkerState,
         stack,
         stacked_shardings,
@@ -58,15 +62,12 @@ if TYPE_CHECKING:
     from decentjax.updates import (
         Gradient,
         LocalUpdate,
-        descend,
-        gradient,
         local_update,
     )
     from decentjax.wrapping import WrappedStep, wrap
 
 __all__ = [
     "AXIS",
-    "DecentralizeState",
     "Exchange",
     "Gradient",
     "GradientMean",
@@ -77,7 +78,6 @@ __all__ = [
     "Permutations",
     "Plan",
     "Rounds",
-    "ScaleByAccumAdamState",
     "Topology",
     "TrainStep",
     "WorkerState",
@@ -91,19 +91,18 @@ __all__ = [
     "compute_in",
     "consensus_distance",
     "decentralize",
-    "descend",
     "dispersion",
     "distributed",
     "exact_diffusion",
     "global_mean",
     "gossip",
-    "gradient",
     "init_state",
     "local_update",
     "local_workers",
     "mean_model",
     "methods",
     "mix",
+    "neighbor_allgather",
     "on_mesh",
     "over_workers",
     "overlap",
@@ -174,4 +173,4 @@ def _import(module: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return ["__version__", *__all__]

@@ -227,6 +227,47 @@ def consensus_curve(topology: Topology, num_steps: int) -> np.ndarray:
     return curve / (curve[0] or 1.0)
 
 
+def effective_neighbors(topology: Topology, decay: float) -> float:
+    """Returns how many workers' noise a worker averages out: 1 alone, N over all.
+
+    With white noise and `y <- sqrt(decay) y + noise` on each worker alone, `z <- W
+    (sqrt(decay) z + noise)` over the topology, it is the ratio of the variances of y
+    and z at rest, `(1 / (1 - decay)) / sum_t decay^(t-1) |W_t ... W_1|_F^2 / N`.
+    Learning with a low rate has a decay near 1.
+
+    Args:
+      topology: exchanges that are taken in turn.
+      decay: in [0, 1).
+
+    Raises:
+      ValueError: for another decay.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> round(analysis.effective_neighbors(topology.complete(8), decay=0.9), 2)
+      8.0
+      >>> round(analysis.effective_neighbors(topology.ring(8), decay=0.9), 2)
+      5.92
+
+    Source: Vogels, Hendrikx, Jaggi, Beyond Spectral Gap (2022).
+    """
+    check_topology(topology)
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay must be in [0, 1), got {decay}")
+    product, total, size, step = np.eye(topology.num_workers), 0.0, 0.0, 0
+    is_over = False
+    while not is_over:
+        product = apply(topology[step], product)
+        before, size = size, float((product**2).mean(0).sum())
+        total += decay**step * size
+        step += 1
+        # From here on it stays as it is, or no longer matters.
+        is_still = step > 2 * topology.period and abs(size - before) < ROUNDING
+        is_over = is_still or decay**step < ROUNDING * (1 - decay)
+    rest = decay**step / (1 - decay) * size
+    return 1 / (1 - decay) / (total + rest)
+
+
 class GraphRow(NamedTuple):
     """What a topology is worth and costs, per step.
 

@@ -30,6 +30,18 @@ from decentjax.mixing import (
     weighted,
 )
 
+__all__ = [
+    "Codec",
+    "bfloat16",
+    "exact",
+    "float16",
+    "int2",
+    "int4",
+    "int8",
+    "num_bytes",
+    "top_k",
+]
+
 Message = tuple[jax.Array, ...]
 Noise = Callable[[jax.Array, int], jax.Array]
 """Maps (key, size) to numbers in [0, 1), which are added before truncation."""

@@ -22,6 +22,8 @@ from decentjax.codec import (
 from decentjax.exchange import Exchange, Groups
 from decentjax.schedule import Schedule
 
+__all__ = ["Compression", "copies", "drift", "error_feedback"]
+
 Leaves = dict[int, Any]
 """Leaves of a model, by their number in the order of `jax.tree.leaves`."""
 

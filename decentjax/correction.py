@@ -13,16 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax._core.collectives import is_mixed, sum_dtype
+from decentjax._core.collectives import sum_dtype
 from decentjax._core.optax_context import check_is_last
 from decentjax._core.optimizer_state import states_of
-from decentjax.loss import Metrics
-from decentjax.state import WorkerState, check_arrays, check_optimizer
+from decentjax.state import check_arrays, check_optimizer
 from decentjax.updates import (
-    Adapt,
     check_averages_nothing,
     extra_arguments,
-    halves_of,
 )
 
 # These skip the whole call: the inner state does not change either.
@@ -43,11 +40,10 @@ def exact_diffusion(
 
     A transformation whose update is that of `inner`, plus the movement of the model by
     the last exchange, `x - p_before`. Anything that scales, clips or delays updates
-    goes inside, `exact_diffusion(optax.chain(...))`. Use it in `atc_step` or
-    `decentralize_atc`, over a symmetric, constant graph, whose W has no eigenvalue of
-    -1/3 or less, such as `topology.damped(graph, 0.5)`. In `awc_step`, `decentralize`
-    and `gossip` it is EXTRA, whose exchange does not wait for the gradient and which
-    needs a lower learning rate:
+    goes inside, `exact_diffusion(optax.chain(...))`. Use it over the plan
+    `Rounds(graph)`, with a symmetric, constant graph, whose W has no eigenvalue of
+    -1/3 or less, such as `topology.damped(graph, 0.5)`. Over a topology it is EXTRA,
+    whose exchange does not wait for the gradient and which needs a lower learning rate:
 
         x <- W (2 x - x_before) + update(grad) - update(grad_before)
 
@@ -70,9 +66,9 @@ def exact_diffusion(
 
     Examples:
       >>> import optax
-      >>> from decentjax import decentralize_atc, exact_diffusion, topology
-      >>> graph = topology.damped(topology.ring(8), 0.5)
-      >>> d2 = decentralize_atc(exact_diffusion(optax.sgd(0.1)), graph, "workers")
+      >>> from decentjax import Rounds, decentralize, exact_diffusion, topology
+      >>> plan = Rounds(topology.damped(topology.ring(8), 0.5))
+      >>> d2 = decentralize(exact_diffusion(optax.sgd(0.1)), plan, "workers")
 
     Source: Tang et al., D²: Decentralized Training over Decentralized Data (2018);
     Yuan et al., Exact Diffusion for Distributed Optimization and Learning (2019); Shi
@@ -141,12 +137,12 @@ def quasi_global_momentum(
         x <- W (x - a (b m + g))
 
     The movement includes the exchange, so workers with different data move in one
-    direction. A transformation for `atc_step` or `decentralize_atc`, whose update must
-    not be modified. At a fixed point nothing moves and m is 0: it is that of plain
+    direction. A transformation for the plan `Rounds(graph)`, whose update must not be
+    modified. At a fixed point nothing moves and m is 0: it is that of plain
     averaging with the rate a. With `nesterov` the update is `-a (g + b (b m + g))`,
     whose fixed point is that of plain averaging with the rate (1 + b) a, further from
-    the optimum. In `awc_step`, `decentralize` and `gossip` x is here the mixed model, W
-    x_before; this form is not the paper's.
+    the optimum. Over a topology x is here the mixed model, W x_before; this form is not
+    the paper's.
 
     Args:
       learning_rate: a, a number or a schedule.
@@ -158,9 +154,9 @@ def quasi_global_momentum(
         changes the updates.
 
     Examples:
-      >>> from decentjax import decentralize_atc, quasi_global_momentum, topology
+      >>> from decentjax import Rounds, decentralize, quasi_global_momentum, topology
       >>> inner = quasi_global_momentum(0.1, momentum=0.9)
-      >>> optimizer = decentralize_atc(inner, topology.ring(8), "workers")
+      >>> optimizer = decentralize(inner, Rounds(topology.ring(8)), "workers")
 
     Source: Lin et al., Quasi-global Momentum: Accelerating Decentralized Deep Learning
     on Heterogeneous Data (2021), Algorithm 1, and its code.
@@ -210,77 +206,3 @@ def quasi_global_momentum(
         return updates, QuasiGlobalState(state.count + 1, moved, params, rates)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def init_tracker(params: Any) -> Any:
-    """The first y of one model: zeros, in float32 at least.
-
-    Rounding errors of y would accumulate.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax.correction import init_tracker
-      >>> print(init_tracker(jnp.ones(2)))
-      [0. 0.]
-    """
-
-    def zeros(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return jnp.zeros_like(x, sum_dtype(x) if is_mixed(x) else x.dtype)
-
-    return jax.tree.map(zeros, params)
-
-
-def tracked(adapt: Adapt) -> Adapt:
-    """The local update of gradient tracking, of pairs: `y <- y + g - g_before`.
-
-    The params are `(y, x)`, which are sent together, the optimizer's state is `(state,
-    g_before)`, and the optimizer gets y as its gradient.
-
-    Args:
-      adapt: the local update with its two halves, see `local_update`.
-
-    Raises:
-      TypeError: if it has no halves, or, when traced, if its optimizer is an
-        `optax.apply_if_finite`.
-
-    Examples:
-      >>> import optax
-      >>> from decentjax import local_update
-      >>> from decentjax.correction import tracked
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = tracked(local_update(loss_fn, optax.sgd(0.1)))
-    """
-    halves = halves_of(adapt, "gradient tracking")
-
-    def adapt_pair(
-        state: WorkerState, batch: Any, mixed: Any
-    ) -> tuple[WorkerState, Metrics]:
-        (_, params), (opt_state, before) = state.params, state.opt_state
-        tracker, model = mixed
-        _check_skips_nothing(opt_state)
-        state = state._replace(params=params, opt_state=opt_state)
-        halves.check_keeps_averages(state)
-        found = halves.gradient(state, batch)
-        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
-        tracker = jax.tree.map(
-            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
-        )
-        narrow = jax.tree.map(lambda y, g: y.astype(g.dtype), tracker, found.grads)
-        new, metrics = halves.descend(found._replace(grads=narrow), state, model)
-        params, opt_state = (tracker, new.params), (new.opt_state, wide)
-        return new._replace(params=params, opt_state=opt_state), metrics
-
-    return adapt_pair
-
-
-def _check_skips_nothing(opt_state: Any) -> None:
-    """Raises a TypeError if the optimizer drops updates whose gradient is in y."""
-    if states_of(opt_state, optax.ApplyIfFiniteState):
-        raise TypeError(
-            "gradient tracking averages y: a gradient that is not finite reaches all "
-            "workers through it, and optax.apply_if_finite would then drop every later "
-            "update. Make gradients finite before, as in optax.chain("
-            "optax.zero_nans(), decentralize_rounds(...))"
-        )

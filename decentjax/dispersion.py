@@ -80,21 +80,20 @@ def measured(adapt: Adapt, before_update: bool = True) -> LocalUpdate:
 
     Args:
       adapt: the local update, with its two halves, see `local_update`.
-      before_update: whether the step averages the models that it began with, as in
-        `awc_step`, or those after the update, as in `atc_step`.
+      before_update: whether the plan averages the models that a step began with, as a
+        topology, or those after the update, as `Rounds(topology)`.
 
     Raises:
       TypeError: if it has no halves, or when traced, if it has a metric "norms".
 
     Examples:
-      >>> import functools
       >>> import optax
-      >>> from decentjax import atc_step, dispersion, local_update
+      >>> from decentjax import Rounds, dispersion, local_update, simulate, topology
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> local = dispersion.measured(local, before_update=False)
-      >>> step = functools.partial(atc_step, adapt=local)
+      >>> train_step = simulate(local, Rounds(topology.ring(8)))
     """
     halves = halves_of(adapt, "measured")
 
@@ -110,7 +109,7 @@ def measured(adapt: Adapt, before_update: bool = True) -> LocalUpdate:
         params = state.params if before_update else new.params
         return new, {**metrics, NORMS: tensor_norms(params)}
 
-    return LocalUpdate(halves.gradient, descend)
+    return LocalUpdate(halves.gradient, descend, halves.init)
 
 
 def gini(values: Any) -> np.ndarray:

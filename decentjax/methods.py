@@ -17,6 +17,7 @@ from decentjax.plan import GradientMean
 from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import cut_leaves
 from decentjax.topology import complete, random_matching
+from decentjax.tracking import Tracking
 
 
 def all_reduce(num_workers: int) -> GradientMean:
@@ -176,7 +177,9 @@ def noloco(
     return Rounds(topology, num_steps, outer=outer, merge=replace)
 
 
-def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) -> Rounds:
+def gradient_tracking(
+    topology: Topology, num_steps: int = 1, delay: int = 1
+) -> Tracking:
     """Gradient tracking: each worker descends along an estimate of the mean gradient.
 
         y <- y + g - g_before,  x <- x + update(y),  and in a round  (x, y) <- W (x, y)
@@ -205,7 +208,7 @@ def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) ->
     Optimization over Time-Varying Graphs (2017), DIGing; Nguyen et al., On the
     Performance of Gradient Tracking with Local Updates (2022).
     """
-    return Rounds(topology, num_steps, delay, tracking=True)
+    return Tracking(topology, num_steps, delay)
 
 
 def _sgd(

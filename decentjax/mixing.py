@@ -154,7 +154,7 @@ def mix(
     """
     if not isinstance(exchange, Exchange):
         got = type(exchange).__name__
-        hint = ": give rounds to simulate or on_mesh" if got == "Event" else ""
+        hint = ": an Event is for the step of a plan" if got == "Event" else ""
         raise TypeError(
             f"mix takes one Exchange, as in topology[step], got {got}{hint}"
         )
@@ -186,6 +186,57 @@ def _is_of_permutes(exchange: Exchange) -> bool:
     """
     is_flat = exchange.workers_per_node == 1
     return is_flat and isinstance(exchange.between, Permutations)
+
+
+def neighbor_allgather(
+    tree: Any, exchange: Exchange, axis_name: AxisName
+) -> tuple[Any, jax.Array]:
+    """Returns the trees of the workers from which this worker receives, and weights.
+
+    For algorithms of your own that need more of their peers than an average. With the
+    weights it is that too: `mix` is `x_i + sum_k weights[k] (trees[k] - x_i)`.
+
+    Args:
+      tree: one worker's arrays of any dtype, the same shapes on all workers.
+      exchange: exchange of single workers, as that of a ring.
+      axis_name: mapped axis of the workers.
+
+    Returns:
+      The trees, each leaf [K, ...] for the K peers of the busiest worker, and the
+      weights W_ij, float32 [K]; one with fewer peers has zeros in their place.
+
+    Raises:
+      ValueError: if the exchange has groups or nodes, or another number of workers.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import neighbor_allgather, topology
+      >>> def peers(x):
+      ...     return neighbor_allgather(x, topology.ring(4)[0], "workers")
+      >>> trees, weights = jax.vmap(peers, axis_name="workers")(jnp.arange(4.0))
+      >>> print(trees[0], weights[0].round(2))
+      [3. 1.] [0.33 0.33]
+
+    Source: the operation of that name in BlueFog.
+    """
+    check_size(exchange, axis_name)
+    if not isinstance(exchange.between, Permutations) or exchange.workers_per_node > 1:
+        raise ValueError(
+            "neighbor_allgather needs an exchange of single workers, such as ring, got "
+            "groups or nodes, whose means are no messages"
+        )
+    _, permutes = permutes_of(exchange.between)
+    routes = routes_of(exchange)
+
+    def gather(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        came = [permute(x, pairs, axis_name) for pairs in routes]
+        return jnp.stack(came) if came else jnp.zeros((0, *x.shape), x.dtype)
+
+    rows = np.array([one.weights for one in permutes], np.float32).T
+    rows = exchange.factor * rows.reshape(exchange.num_workers, len(permutes))
+    weights = jnp.asarray(rows, jnp.float32)[lax.axis_index(axis_name)]
+    return jax.tree.map(gather, tree), weights
 
 
 def global_mean(params: Tree, axis_name: AxisName) -> Tree:

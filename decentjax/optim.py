@@ -361,9 +361,9 @@ def decentralize(
 
 def _check_messages(rounds: Rounds, message_dtype: DTypeLike | None) -> None:
     """Raises a ValueError for messages that a transformation cannot send."""
-    if rounds.tracking and message_dtype is not None:
+    if rounds.keeps_sums and message_dtype is not None:
         raise ValueError(
-            "rounds with tracking accumulate the rounding of messages: leave "
+            "gradient tracking accumulates the rounding of messages: leave "
             f"message_dtype at None, got {message_dtype}"
         )
     one = rounds.compression

@@ -17,7 +17,6 @@ from jax import lax
 
 from decentjax._core.collectives import AxisName
 from decentjax._core.optimizer_state import average_own_models, common_keys
-from decentjax.correction import tracked
 from decentjax.exchange import Topology, check_whole, warn_of_parts
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
@@ -28,13 +27,10 @@ from decentjax.rounds import (
     check_carried,
     check_rounds,
     default_mix,
-    init_rounds,
     mix_workers,
-    paired,
     receive,
     send,
     travelling,
-    unpaired,
     without_messages,
 )
 from decentjax.schedule import Event, Fragment, Round, Schedule, every
@@ -143,7 +139,7 @@ def warn_of_plan(plan: Plan) -> None:
 
 def init_carried(plan: Plan, params: Any) -> Any:
     """Returns what a worker keeps for a plan beside its model, `WorkerState.extra`."""
-    return init_rounds(plan, params) if isinstance(plan, Rounds) else ()
+    return plan.init(params) if isinstance(plan, Rounds) else ()
 
 
 def init_state(
@@ -222,6 +218,7 @@ def worker_step(
     plan: Plan,
     mix: Mix | None = None,
     *,
+    shards: Any = None,
     axis_name: AxisName | None = None,
     send: Send = send,
     receive: Receive = receive,
@@ -240,7 +237,8 @@ def worker_step(
       local: the local update, as `local_update` returns it.
       plan: the plan.
       mix: the averaging, `decentjax.mix` with its keywords bound; of rounds that of
-        leaves by number, by default `default_mix(rounds)`.
+        leaves by number.
+      shards: as in `mix`, where the averaging is not given.
       axis_name: axis of the workers; by default the mapped one.
       send: the beginning of a round, if it is a separate program.
       receive: its end, likewise.
@@ -252,11 +250,25 @@ def worker_step(
     check_plan(plan)
     if isinstance(plan, GradientMean):
         return functools.partial(_gradient_mean_step, local, axis_name)
-    if isinstance(plan, Topology) or plan.averages_models:
-        is_early = isinstance(plan, Topology) or plan.delay > 0
-        return functools.partial(_model_step, local, mix or mix_workers, is_early)
-    average = default_mix(plan) if mix is None else mix
-    return functools.partial(_round_step, local, plan, average, send, receive)
+    if isinstance(plan, Topology):
+        average = mix or functools.partial(mix_workers, shards=shards)
+        return functools.partial(_model_step, local, average, True)
+    local = plan.adapt(local)
+    if plan.averages_models:
+        specs = None if shards is None else plan.travels(shards)
+        average = mix or functools.partial(mix_workers, shards=specs)
+        one = functools.partial(_model_step, local, average, plan.delay > 0)
+    else:
+        average = default_mix(plan, shards) if mix is None else mix
+        one = functools.partial(_round_step, local, plan, average, send, receive)
+
+    def packed(
+        state: WorkerState, batch: Any, event: Any
+    ) -> tuple[WorkerState, Metrics]:
+        new, metrics = one(plan.pack(state), batch, event)
+        return plan.unpack(new), metrics
+
+    return packed
 
 
 def _gradient_mean_step(
@@ -310,8 +322,6 @@ def _round_step(
     event: Event | Turn,
 ) -> tuple[WorkerState, Metrics]:
     check_carried(rounds, state)
-    if rounds.tracking:
-        state, local = paired(state), tracked(local)
     is_late = rounds.delay > 0
 
     def end(one: Round, state: WorkerState) -> WorkerState:
@@ -333,7 +343,7 @@ def _round_step(
     new, metrics = local(state, batch, mixed.params)
     new = new._replace(extra=mixed.extra)
     new = new if is_late else _in_turn(event, exchange, new)
-    return (unpaired(new) if rounds.tracking else new), metrics
+    return new, metrics
 
 
 def _in_turn(event: Event | Turn, function: Callable[..., Any], value: Any) -> Any:

@@ -8,14 +8,14 @@ A worker with the model x has an anchor z, the model after its last round. A rou
               x  = merge(x now, x sent, z')
 
 Without an outer optimizer there is no anchor, and z' = q. `send` and `receive` are one
-worker's code; `round_step` places them around the local update.
+worker's code; `decentjax.plan` places them around the local update.
 """
 
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
 from decentjax._core.optimizer_state import check_averageable, check_no_own_model
-from decentjax._core.slices import over_shards
+from decentjax._core.slices import is_spec, over_shards
 from decentjax.codec import axes_of
 from decentjax.compression import (
     Coded,
@@ -36,13 +36,15 @@ from decentjax.compression import (
     encode_leaves,
     init_coded,
 )
-from decentjax.correction import init_tracker
 from decentjax.exchange import Exchange, Topology
 from decentjax.loss import check_call
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
 from decentjax.schedule import Fragment, Schedule, every, in_fragments
 from decentjax.state import WorkerState, check_arrays, check_optimizer
+from decentjax.updates import Adapt
+
+__all__ = ["Rounds", "blend", "replace", "shift"]
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
@@ -89,7 +91,8 @@ def blend(share: float) -> Merge:
     """`c (x now) + (1 - c) z'`, the merge of streaming DiLoCo.
 
     Args:
-      share: c, the part of the worker's own model, in [0, 1).
+      share: c, the part of the worker's own model, in [0, 1]; with 1 only the anchor
+        moves.
 
     Raises:
       ValueError: if the share is out of range.
@@ -100,8 +103,8 @@ def blend(share: float) -> Merge:
       >>> print(blend(0.25)(jnp.array(3.0), jnp.array(1.0), jnp.array(2.0)))
       2.25
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"the own model's share must be in [0, 1), got {share}")
+    if not 0 <= share <= 1:
+        raise ValueError(f"the own model's share must be in [0, 1], got {share}")
 
     def merge(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
         del sent
@@ -133,15 +136,11 @@ class Rounds:
         the anchor to the average.
       merge: how a worker continues from the anchor: `replace`, `shift` or `blend(c)`.
       compression: how messages are encoded; None sends leaves unencoded.
-      tracking: whether workers descend along an estimate y of the mean gradient, `y <-
-        y + g - g_before`, which is averaged with the model; doubles the bytes sent.
 
     Raises:
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
         empty, the delay is longer than H, there is an outer optimizer, but no local
-        step between rounds, the compression does not fit the exchanges, or rounds with
-        tracking would not preserve the sum of all y: with an outer optimizer,
-        fragments, a compression, `blend`, or `replace` with a delay.
+        step between rounds, or the compression does not fit the exchanges.
       TypeError: if a part has the wrong type.
 
     Examples:
@@ -151,6 +150,8 @@ class Rounds:
       >>> plan = Rounds(pairs, every=50, outer=optax.sgd(0.7, momentum=0.5))
     """
 
+    keeps_sums: ClassVar[bool] = False  # Whether rounding of messages would add up.
+
     topology: Topology
     every: int = 1
     delay: int = 0
@@ -158,7 +159,6 @@ class Rounds:
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
     compression: Compression | None = None
-    tracking: bool = False
 
     def __post_init__(self):
         if self.fragments is not None:
@@ -186,8 +186,6 @@ class Rounds:
             )
         if self.compression is not None:
             self.compression.check(self.schedule, self.outer is not None)
-        if self.tracking:
-            self._check_keeps_sums()
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -204,30 +202,41 @@ class Rounds:
     def averages_models(self) -> bool:
         """Whether each step averages whole models, and nothing else is kept."""
         is_whole = self.every == 1 and self.fragments is None and self.delay <= 1
-        is_bare = self.outer is None and self.compression is None and not self.tracking
+        is_bare = self.outer is None and self.compression is None
         return is_whole and is_bare and self.merge in (replace, shift)
 
-    def _check_keeps_sums(self) -> None:
-        """Raises a ValueError for rounds that would change the sum of all y."""
-        delay = self.delay
-        is_kept = self.merge is shift or (self.merge is replace and delay <= 1)
-        is_whole = self.schedule.fragments == (None,)
-        if self.outer or self.compression or not is_kept or not is_whole:
-            raise ValueError(
-                "tracking averages whole models and estimates, and preserves their "
-                "sums: take merge=shift, no outer optimizer, no fragments, and no "
-                "compression, got "
-                f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
-                f"{', an outer optimizer' if self.outer else ''}"
-                f"{'' if is_whole else ', fragments'}"
-                f"{f', {self.compression.kind.name}' if self.compression else ''}"
-            )
+    def travels(self, params: Any) -> Any:
+        """What is sent of a tree like that of the params."""
+        return params
+
+    def init(self, params: Any) -> Any:
+        """What a worker keeps beside its model, `WorkerState.extra`.
+
+        Raises:
+          ValueError: if the model does not have a leaf of a fragment, or a round would
+            send nothing, as exchanges average only floats.
+        """
+        return init_rounds(self, params)
+
+    def pack(self, state: WorkerState) -> WorkerState:
+        """The state whose params travel, from that of a worker; only rearranged."""
+        return state
+
+    def unpack(self, state: WorkerState) -> WorkerState:
+        """The inverse of `pack`."""
+        return state
+
+    def adapt(self, local: Adapt) -> Adapt:
+        """The local update of packed states."""
+        return local
+
+    def check(self, state: WorkerState) -> None:
+        """Raises a TypeError if a packed state lacks that of these rounds."""
+        check_carried(self, state)
 
 
 class RoundState(NamedTuple):
     """State of a worker between rounds, by number of the leaf.
-
-    With tracking the leaves are those of `(y, x)`.
 
     Args:
       anchor: z, in float32 or wider; empty without an outer optimizer.
@@ -242,20 +251,6 @@ class RoundState(NamedTuple):
     coded: Coded | None = None
 
 
-class TrackingState(NamedTuple):
-    """State of a worker in rounds with tracking.
-
-    Args:
-      carried: state of the rounds of y and x.
-      tracker: y.
-      gradient: gradient of the last step.
-    """
-
-    carried: RoundState
-    tracker: Any
-    gradient: Any
-
-
 def check_rounds(rounds: Any) -> Rounds:
     """Returns rounds, or raises a TypeError."""
     if not isinstance(rounds, Rounds):
@@ -265,33 +260,9 @@ def check_rounds(rounds: Any) -> Rounds:
     return rounds
 
 
-def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
-    """The first state of a worker, the `extra` of `init_state`.
-
-    Args:
-      rounds: the rounds.
-      params: one model.
-
-    Raises:
-      ValueError: if the schedule names a leaf that the model does not have, or a round
-        would send nothing, as exchanges average only floats.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import init_rounds, init_state, methods
-      >>> rounds, params = methods.diloco(num_workers=4), jnp.zeros(3)
-      >>> extra, key = init_rounds(rounds, params), jax.random.key(0)
-      >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
-    """
-    check_arrays(params, "init_rounds")
-    check_rounds(rounds)
-    if not rounds.tracking:
-        return _init_carried(rounds, params)
-    tracker, gradient = init_tracker(params), init_tracker(params)
-    return TrackingState(_init_carried(rounds, (tracker, params)), tracker, gradient)
-
-
-def _init_carried(rounds: Rounds, params: Any) -> RoundState:
+def init_rounds(rounds: Rounds, params: Any) -> RoundState:
+    """The first state of a worker in rounds of its params."""
+    check_arrays(params, "init")
     parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.delay > 1
@@ -310,19 +281,7 @@ def _init_carried(rounds: Rounds, params: Any) -> RoundState:
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
-    """Begins a round: the state with its current leaves, encoded or not.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import send
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> params = jnp.array([1.0, 2.0])
-      >>> carried = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
-      >>> print(send(rounds, None, state).extra.sent[0])
-      [1. 2.]
-    """
+    """Begins a round: the state with its current leaves, encoded or not."""
     carried: RoundState = state.extra
     leaves = leaves_of(fragment, state.params)
     if carried.coded is not None:
@@ -348,18 +307,6 @@ def receive(
 
     Returns:
       The state with the model after the round, and the new anchor and outer state.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import receive, send
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> params = jnp.array([1.0, 2.0])
-      >>> carried = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
-      >>> state = send(rounds, None, state)
-      >>> print(receive(rounds, None, state, {0: jnp.array([3.0, 4.0])}).params)
-      [3. 4.]
     """
     carried, new = state.extra, mixed
     if carried.coded is not None:
@@ -376,60 +323,26 @@ def receive(
         sent = carried.sent[number]
         merged = rounds.merge(leaves[number], sent, new[number])
         leaves[number] = merged.astype(sent.dtype)
-    # As in `awc_step`.
+    # As in `mix`.
     params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
     return state._replace(params=params, extra=carried)
 
 
 def check_carried(rounds: Rounds, state: WorkerState) -> None:
-    """Raises a TypeError if the state does not include that of these rounds.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import check_carried
-      >>> rounds, params = methods.local_sgd(topology.ring(8), 10), jnp.ones(2)
-      >>> extra = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), extra)
-      >>> check_carried(rounds, state)
-    """
-    if not isinstance(state.extra, TrackingState if rounds.tracking else RoundState):
+    """Raises a TypeError if the state does not include that of these rounds."""
+    del rounds
+    if not isinstance(state.extra, RoundState):
         raise TypeError(
-            "rounds need their own state: pass them to init_state, as in "
-            "init_state(params, optimizer, key, rounds), or call init of the train "
-            f"step, got {type(state.extra).__name__}"
+            "rounds need their own state: make it by step.init(params, key) or "
+            "init_state(params, optimizer, key, plan), got "
+            f"{type(state.extra).__name__}"
         )
     check_no_own_model(state.opt_state, "a round")
     check_averageable(state.opt_state)
 
 
-def paired(state: WorkerState) -> WorkerState:
-    """The state with the params `(y, x)`, as the rounds of tracking average them."""
-    one: TrackingState = state.extra
-    params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
-    return state._replace(params=params, opt_state=opt_state, extra=one.carried)
-
-
-def unpaired(state: WorkerState) -> WorkerState:
-    (tracker, params), (opt_state, gradient) = state.params, state.opt_state
-    extra = TrackingState(state.extra, tracker, gradient)
-    return state._replace(params=params, opt_state=opt_state, extra=extra)
-
-
 def travelling(fragment: Fragment, state: WorkerState) -> Any:
-    """What the exchange of a round averages: leaves, or pairs of leaf and message.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import send, travelling
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> params = {"b": jnp.zeros(2), "count": jnp.array(0), "w": jnp.ones(2)}
-      >>> carried = init_rounds(rounds, params)
-      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
-      >>> sorted(travelling(None, send(rounds, None, state)))
-      [0, 2]
-    """
+    """What the exchange of a round averages: leaves, or pairs of leaf and message."""
     carried: RoundState = state.extra
     numbers = leaves_of(fragment, state.params)
     if carried.coded is None:
@@ -448,13 +361,6 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
     Raises:
       ValueError: if shards are given here for encoded leaves, whose codec needs them.
-
-    Examples:
-      >>> import functools
-      >>> from decentjax import methods, round_step
-      >>> from decentjax.rounds import default_mix
-      >>> rounds = methods.diloco(num_workers=8)
-      >>> step = functools.partial(round_step, rounds=rounds, mix=default_mix(rounds))
     """
     compression = rounds.compression
     if compression is None:
@@ -462,8 +368,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
             return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
             return functools.partial(mix_workers, shards=shards)
-        specs = (shards, shards) if rounds.tracking else shards
-        specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        specs = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
         return functools.partial(_mix_shards, specs)
     if shards is not None:
         raise ValueError(
@@ -478,19 +383,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
 
 def mix_of(compression: Compression) -> Callable[..., Any]:
-    """Returns the averaging of encoded leaves over the axis of the workers.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import AXIS, codec, topology
-      >>> from decentjax.compression import error_feedback
-      >>> from decentjax.rounds import mix_of
-      >>> average = mix_of(error_feedback(codec.exact()))
-      >>> def worker(x):
-      ...     return average({0: (x, (x,))}, topology.complete(2)[0])
-      >>> print(jax.vmap(worker, axis_name=AXIS)(jnp.array([1.0, 3.0]))[0])
-      [ 1. -1.]
-    """
+    """Returns the averaging of encoded leaves over the axis of the workers."""
     average = functools.partial(compression.kind.average, codec=compression.codec)
 
     def averaged(
@@ -525,18 +418,7 @@ def _mix_coded_shards(
 
 
 def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
-    """The state after a step, without messages merged in the step itself.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import send, without_messages
-      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
-      >>> carried = init_rounds(rounds, jnp.ones(2))
-      >>> state = WorkerState(jnp.ones(2), (), (), jax.random.key(0), carried)
-      >>> without_messages(rounds, send(rounds, None, state)).extra.sent
-      {}
-    """
+    """The state after a step, without messages merged in the step itself."""
     if rounds.delay > 1:
         return state
     coded = state.extra.coded
@@ -550,13 +432,6 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
 
     Raises:
       ValueError: if the model has no such leaf.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax.rounds import leaves_of
-      >>> params = {"b": jnp.zeros(2), "count": jnp.array(0), "w": jnp.ones(2)}
-      >>> sorted(leaves_of(None, params)), sorted(leaves_of((2,), params))
-      ([0, 2], [2])
     """
     leaves = jax.tree.leaves(params)
     numbers = range(len(leaves)) if fragment is None else fragment

@@ -15,6 +15,8 @@ import numpy as np
 from decentjax._core.public_names import names_of
 from decentjax.exchange import Exchange, Topology, check_topology, check_whole
 
+__all__ = ["cut_leaves"]
+
 Fragment = tuple[int, ...] | None
 """Leaves that are sent together, by number; None for all leaves."""
 
@@ -25,8 +27,8 @@ class Round:
 
     With delay 0 the models are sent after the update of the step, and merged at once.
     With delay d >= 1 they are sent as they are before the step, and merged just before
-    the update of the d-th step, counting this one. `round_step` and
-    `gossip.BackgroundRounds` state which computation hides the messages.
+    the update of the d-th step, counting this one. `on_mesh` and
+    `gossip.Background` say which computation hides the messages.
 
     Args:
       exchange: the exchange; None begins no round.
@@ -188,8 +190,8 @@ def every(topology: Topology, num_steps: int, delay: int = 0) -> Schedule:
     """An exchange of whole models every H steps, taken in turn from a topology.
 
     With delay 0 round r (from 0) is at the end of step r H + H - 1. Otherwise it begins
-    before step r H; the first then sends the initial models. With H = 1 these are the
-    steps of `atc_step` (delay 0) and `awc_step` (delay 1).
+    before step r H; the first then sends the initial models. With H = 1 it is
+    adapt, then combine (delay 0), and adapt while communicating (delay 1).
 
     Args:
       topology: exchanges of the rounds.

@@ -115,8 +115,9 @@ def k_peer_exponential(num_workers: int, degree: int) -> Topology:
     all weights `1 / (degree + 1)`. Directed; with one peer `one_peer_exponential`.
 
     SGP divides each model by a push-sum weight, `w <- W w` from `w = 1`. If all workers
-    are in lockstep it stays 1, as W is doubly stochastic: SGP is then `atc_step` on
-    this graph, and `awc_step` sends the same messages beside the gradient.
+    are in lockstep it stays 1, as W is doubly stochastic: SGP is then the plan
+    `Rounds` of this graph, and the graph itself sends the same messages beside the
+    gradient.
 
     Args:
       num_workers: N.

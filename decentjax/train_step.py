@@ -29,6 +29,7 @@ from decentjax.placement import place as place_on
 from decentjax.plan import (
     GradientMean,
     Plan,
+    Step,
     check_plan,
     first_state,
     schedule_of,
@@ -132,7 +133,7 @@ class TrainStep:
         if self._steps is not None:
             self._steps.note(place)
         phases.note("computing", place)
-        if not self._is_checked:
+        if not self._is_checked and not _is_traced(state.params):
             assert self._mesh is not None
             # Decentralized workers that resume from a later step have different models.
             if place == 0 or isinstance(self._plan, GradientMean):
@@ -215,7 +216,7 @@ def simulate(local: Adapt, plan: Plan, *, mix: Mix | None = None) -> TrainStep:
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    return _in_turn(local, plan, None, mix)
+    return _in_turn(worker_step(local, plan, mix), local, plan, None)
 
 
 def on_mesh(
@@ -224,6 +225,7 @@ def on_mesh(
     mesh: Mesh,
     *,
     mix: Mix | None = None,
+    shards: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Runs each worker on its own device, or on its own slice of the mesh.
@@ -239,13 +241,15 @@ def on_mesh(
     axes, the default of `jax.make_mesh`, the types of arrays state their sharding, the
     loss sees these types, and each device sends its own shards; jax 0.10 gathers them
     around the step. On automatic axes the compiler chooses inside the step, and gathers
-    shards for means over groups: bind `shards` to `mix`.
+    shards for means over groups: name them by `shards`.
 
     Args:
       local: as in `simulate`.
       plan: as in `simulate`.
       mesh: mesh of the workers.
       mix: as in `simulate`.
+      shards: partition specs of one worker's params over the axes of its slice, as in
+        `decentjax.mix`; encoded messages take theirs from the compression.
       compiler_options: options of XLA by name, as `jax.jit` takes them.
 
     Returns:
@@ -272,7 +276,8 @@ def on_mesh(
             f'on_mesh needs a mesh whose axis "{axis}" has the plan\'s '
             f"{plan.num_workers} workers, got {dict(mesh.shape)}"
         )
-    return _in_turn(local, plan, mesh, mix, compiler_options)
+    step = worker_step(local, plan, mix, shards=shards)
+    return _in_turn(step, local, plan, mesh, compiler_options)
 
 
 def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> None:
@@ -299,6 +304,10 @@ def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> No
     is_gone = any(x.is_deleted() for x in arrays)
     if is_gone or len(set(map(id, arrays))) < len(arrays):
         _check_each(state, batch, state if donated is None else donated)
+
+
+def _is_traced(tree: Any) -> bool:  # As in a scan over steps.
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def _has_buffer(x: Any) -> bool:
@@ -328,13 +337,12 @@ def _check_each(state: WorkerState, batch: Any, donated: Any) -> None:
 
 
 def _in_turn(
+    step: Step,
     local: Adapt,
     plan: Plan,
     mesh: Mesh | None,
-    mix: Mix | None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
-    step = worker_step(local, plan, mix)
     warn_of_plan(plan)
 
     def jit(event: Event) -> Any:

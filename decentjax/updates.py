@@ -61,9 +61,10 @@ class Gradient(NamedTuple):
 class LocalUpdate:
     """The local update `x_i <- mixed_i + update(grad f_i(x_i))`, in two halves.
 
-    It is an `Adapt`, `local(state, batch, mixed)`, for steps in which each worker uses
-    its own gradient. All-reduce and gradient tracking change the gradient between the
-    two halves.
+    It is called as `local(state, batch, mixed)` in steps in which each worker uses its
+    own gradient. All-reduce and gradient tracking change the gradient between the two
+    halves. For `decentjax.gossip` it must be a function of arrays alone: without
+    collectives, `axis_index` and, where it uses `mixed`, side effects.
 
     Args:
       gradient: function of state and batch that returns a `Gradient`.
@@ -206,16 +207,6 @@ def gradient(
     Raises:
       TypeError: if `loss_fn` is not a `LossFn`.
       ValueError: if the batch has no `num_micro_batches` equal parts.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, gradient
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).mean(), (model_state, {})
-      >>> state = WorkerState(jnp.array(1.0), (), (), jax.random.key(0))
-      >>> found = gradient(state, jnp.array([3.0]), loss_fn=loss_fn)
-      >>> print(found.grads, found.loss)
-      -4.0 4.0
     """
     key, step_key = jax.random.split(state.key)
     differentiate = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
@@ -279,15 +270,6 @@ def descend(
 
     Raises:
       TypeError: if the optimizer averages the models itself, or needs other arguments.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import Gradient, WorkerState, descend
-      >>> x, sgd, key = jnp.array(1.0), optax.sgd(0.5), jax.random.key(0)
-      >>> state = WorkerState(x, sgd.init(x), (), key)
-      >>> found = Gradient(jnp.array(-4.0), jnp.array(4.0), (), key, {})
-      >>> print(descend(found, state, x, optimizer=sgd)[0].params)
-      3.0
     """
     check_averages_nothing(state.opt_state, "this step")
     check_optimizer(optimizer)

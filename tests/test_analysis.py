@@ -1,5 +1,6 @@
 """What topologies are worth, against closed forms, and cost, against hand counts."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -494,3 +495,35 @@ def test_a_graph_is_connected_if_each_hears_from_each_other(name):
     assert is_connected(graph.exchanges) == hears_all(graph.exchanges) == wanted
     (row,) = analysis.compare(graph)
     assert row.connected == wanted
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize(
+    "graph",
+    [topology.alone(4), topology.complete(7), topology.star(5)]
+    + [topology.ring(n) for n in (1, 2, 3, 8)],
+    ids=lambda graph: f"{graph.name}-{graph.num_workers}",
+)
+def test_effective_neighbors_are_those_of_the_eigenvalues(graph, decay):
+    """Vogels et al. (2022): of a symmetric W, with the eigenvalues l."""
+    squares = np.linalg.eigvalsh(topology.matrices(graph)[0]) ** 2
+    wanted = 1 / (1 - decay) / np.mean(squares / (1 - decay * squares))
+    found = analysis.effective_neighbors(graph, decay)
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+
+
+def test_effective_neighbors_of_exchanges_in_turn_are_those_of_random_walks():
+    graph, decay = topology.one_peer_exponential(6), 0.8
+    noise = np.random.default_rng(0).standard_normal((4000, 6, 64))
+    alone, together = np.zeros((6, 64)), np.zeros((6, 64))
+    squares = []
+    for t, one in enumerate(noise):
+        alone = math.sqrt(decay) * alone + one
+        mixed = topology.matrices(graph)[t % graph.period]
+        together = mixed @ (math.sqrt(decay) * together + one)
+        squares.append([np.mean(alone**2), np.mean(together**2)])
+    own, shared = np.mean(squares[200:], 0)
+    found = analysis.effective_neighbors(graph, decay)
+    np.testing.assert_allclose(found, own / shared, rtol=0.05)
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
+        analysis.effective_neighbors(graph, 1)

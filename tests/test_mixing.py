@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from decentjax import (
@@ -24,6 +25,7 @@ from decentjax import (
     consensus_distance,
     global_mean,
     mix,
+    neighbor_allgather,
     over_workers,
     topology,
     worker_mesh,
@@ -1080,3 +1082,46 @@ def test_what_was_received_is_added_behind_a_barrier():
     assert " sub " in text[text.index("optimization_barrier") :]
     simulated = str(jax.make_jaxpr(over_workers(average))(jnp.ones((4, 3))))
     assert "optimization_barrier" not in simulated
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        topology.ring(1),
+        topology.ring(2),
+        topology.star(5),
+        topology.damped(topology.exponential(6), 0.5),
+        topology.one_peer_exponential(3),
+        topology.random_matching(7, 2, 0),
+    ],
+    ids=lambda graph: f"{graph.name}-{graph.num_workers}",
+)
+def test_neighbor_allgather_returns_the_models_that_mix_averages(graph, simulated):
+    count = graph.num_workers
+    mesh = None if simulated else worker_mesh(count)
+    x = np.random.default_rng(0).standard_normal((count, 3)).astype(np.float32)
+    for exchange in graph:
+
+        def peers(x, exchange=exchange):
+            tree = {"x": x, "number": lax.axis_index(AXIS)}
+            return neighbor_allgather(tree, exchange, AXIS)
+
+        trees, weights = jax.jit(over_workers(peers, mesh))(x)
+        wanted = topology.matrices(Topology("one", (exchange,)))[0]
+        found = np.diag(np.diag(wanted)).astype(np.float64)
+        for i, row in enumerate(np.asarray(weights)):
+            for k, weight in enumerate(row):
+                peer = int(trees["number"][i, k])
+                if weight:
+                    np.testing.assert_array_equal(trees["x"][i, k], x[peer])
+                    found[i, peer] += weight
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_neighbor_allgather_of_groups_gets_a_sentence():
+    def peers(x):
+        return neighbor_allgather(x, topology.complete(4)[0], AXIS)
+
+    with pytest.raises(ValueError, match="needs an exchange of single workers"):
+        jax.vmap(peers, axis_name=AXIS)(jnp.zeros(4))

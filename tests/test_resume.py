@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 import pytest
 from saving import state_of
 
-from decentjax import ScaleByAccumAdamState, WorkerState
+from decentjax import WorkerState
+from decentjax.optim import ScaleByAccumAdamState
 from train.__main__ import main
 from train.checkpoint import named
 from train.cli.changes import with_changes

@@ -22,7 +22,8 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.gossip import Adapt, Background, host_mesh
+from decentjax.gossip import Background, host_mesh
+from decentjax.updates import Adapt
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
 from train.config import Config, DistributedConfig

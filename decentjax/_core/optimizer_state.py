@@ -57,9 +57,8 @@ def check_no_own_model(opt_state: Any, what: str) -> None:
     if own_models(opt_state):
         raise TypeError(
             "schedule_free keeps a second model z, which has to be averaged with "
-            f"the params, and {what} averages only the params: use a topology, or "
-            "Rounds(topology), in simulate, on_mesh or decentralize, or another "
-            "optimizer"
+            f"the params, and {what} averages only the params: use a "
+            "topology or Rounds(topology) in the step, or another optimizer"
         )
 
 

@@ -15,10 +15,8 @@ from decentjax.gossip.replaying import WorkerSteps, replay
 from decentjax.gossip.thread_port import Record, host_mesh
 from decentjax.gossip.wagma import Wagma, averages
 from decentjax.links import Addresses, Book, Folder, Party, Store
-from decentjax.updates import Adapt
 
 __all__ = [
-    "Adapt",
     "Addresses",
     "AllReduce",
     "Arrived",

@@ -25,7 +25,7 @@ from decentjax.updates import Adapt, Gradient, halves_of
 
 
 class AllReduce(Closing):
-    """`on_mesh(all_reduce_step)` in three programs: gradient, mean, update.
+    """`methods.all_reduce` on a mesh, in three programs: gradient, mean, update.
 
     The baseline in the same pieces as `Background`, to record when it computes and when
     it waits. It overlaps nothing: the mean needs the gradient, and the update the mean.

@@ -13,19 +13,14 @@ collectives before the train step, and call `settle()` before the next ones. All
 the same order in all processes. `SharedEngine.submit` queues other functions there.
 """
 
-from typing import Any
-
-import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.gossip.thread_port import Carrier, Record
 from decentjax.mixing import Lowering
-from decentjax.placement import local_workers, place
-from decentjax.plan import Plan, first_state, rounds_of
-from decentjax.state import WorkerState
-from decentjax.updates import Adapt, init_of
+from decentjax.plan import Plan, rounds_of
+from decentjax.updates import Adapt
 
 
 class Background(Beside):
@@ -90,15 +85,3 @@ class Background(Beside):
         options = message_dtype, lowering, exchange_mesh, record
         port = Carrier(rounds_of(plan), mesh, *options)
         super().__init__(local, plan, mesh, port, record)
-
-    def init(self, params: Any, key: jax.Array, model_state: Any = ()) -> WorkerState:
-        """Returns the first state of the workers of this process, on the mesh.
-
-        Args:
-          params: one model, the same in all processes.
-          key: random key, split among the workers.
-          model_state: as in `init_state`.
-        """
-        begin, own = init_of(self._local), local_workers(self._mesh)
-        state = first_state(params, begin, key, self.plan, model_state, own)
-        return place(state, self._mesh)

@@ -6,7 +6,7 @@ theirs. A slow, frozen or dead peer delays the others by at most the patience.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,7 +23,6 @@ from decentjax.gossip.round_port import RoundPort, from_anchor
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.gossip.thread_port import Record
 from decentjax.links import Links, Party
-from decentjax.loss import Metrics
 from decentjax.plan import Plan, rounds_of
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
@@ -85,14 +84,13 @@ class Peers(Beside):
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import gossip, init_state, local_update, methods, worker_mesh
+      >>> from decentjax import gossip, local_update, methods, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> optimizer, plan = optax.adam(0.1), methods.diloco(1, num_steps=5)
-      >>> local = local_update(loss_fn, optimizer)
-      >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), plan)
+      >>> local = local_update(loss_fn, optax.adam(0.1))
       >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
-      >>> with gossip.Peers(local, plan, party) as train_step:
+      >>> with gossip.Peers(local, methods.diloco(1, num_steps=5), party) as train_step:
+      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
       ...     for t in range(10):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
@@ -128,6 +126,9 @@ class Peers(Beside):
         super().__init__(local, plan, party.mesh, port, record)
         self._peers, self._was_away = port, False
 
+    def _workers(self) -> Sequence[int]:
+        return self._peers.party.workers
+
     @property
     def links(self) -> Links:
         """The links, with the live and the refused workers; from the first step on."""
@@ -142,17 +143,15 @@ class Peers(Beside):
         """Why a worker was refused, for each refused worker."""
         return dict(self.links.refused)
 
-    def __call__(
-        self, state: WorkerState, batch: Any, step: int
-    ) -> tuple[WorkerState, Metrics]:
+    def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """Like that of `Background`; a peer that asks for the state gets a copy."""
         self._open(state, batch, step)
         self._peers.show(state, step)
-        return super().__call__(state, batch, step)
+        return super().begin(state, batch, step)
 
     def check_begins(self, state: WorkerState, batch: Any, step: int) -> None:
         """Raises a ValueError for workers that begin again while others train on."""
-        self._open(state, batch, step)
+        self._open(self._rounds.pack(state), batch, step)
         if step > 0:  # A state that was saved.
             return
         ahead = self.links.returns_to(self._peers.sources, step + MOST_BEHIND)
@@ -256,6 +255,7 @@ class Peers(Beside):
           The state, and the step to continue with; None if no peer is past `after`, or
           none has answered.
         """
+        own, state = state, self._rounds.pack(state)
         self._open(state, batch, -1)
         # Otherwise the others would be far ahead by then.
         self._compile(state, batch)
@@ -263,7 +263,7 @@ class Peers(Beside):
         for worker in self._peers.party.workers:
             message = self._peers.whole(worker, after, now + seconds, now + alone)
             if message is None:
-                return state, None
+                return own, None
             messages.append(message)
         for worker in self._peers.party.workers:
             if self._peers.ledger is not None:
@@ -273,7 +273,8 @@ class Peers(Beside):
         new = jax.tree.unflatten(structure, self._peers.states.stacked(leaves, rows))
         new, step = new._replace(key=state.key), max(m.said.step for m in messages)
         self._peers.forget(step)
-        return (new if self._is_of_models else from_anchor(new)), step
+        new = new if self._is_of_models else from_anchor(new)
+        return self._rounds.unpack(new), step
 
     def due(self, step: int) -> int:
         """Returns the step to continue with: `step`, or a later one of the schedule.

@@ -48,7 +48,7 @@ class WorkerSteps(NamedTuple):
     Args:
       steps: its steps, in order.
       joined: worker with whose state it has begun, and the step of that state, as
-        `PeerRounds.join` returns it; None for its own.
+        `Peers.join` returns it; None for its own.
     """
 
     steps: Sequence[int]

@@ -31,7 +31,7 @@ from decentjax.state import WorkerState
 
 
 class RoundPort(PeerPort):
-    """The port of `PeerRounds`, whose exchanges are numbered by round."""
+    """The port of `Peers` over rounds, whose exchanges are numbered by round."""
 
     def __init__(
         self,

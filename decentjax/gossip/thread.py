@@ -20,11 +20,12 @@ from decentjax.gossip.engine import Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
-from decentjax.placement import over_workers, place
+from decentjax.placement import local_workers, over_workers, place
 from decentjax.plan import (
     GradientMean,
     Plan,
     check_plan,
+    first_state,
     rounds_of,
     warn_of_plan,
 )
@@ -41,7 +42,7 @@ from decentjax.rounds import (
 from decentjax.schedule import Fragment, Round
 from decentjax.state import WorkerState, strong
 from decentjax.train_step import StepCount, check_not_donated
-from decentjax.updates import Adapt
+from decentjax.updates import Adapt, init_of
 
 Arrival = Callable[[], Leaves]
 """Waits for averaged leaves, and returns them stacked, by number."""
@@ -116,8 +117,10 @@ class Beside(Closing):
         warn_of_plan(plan)
         rounds = rounds_of(plan)
 
+        of_packed = rounds.adapt(local)
+
         def adapt(state: WorkerState, batch: Any, mixed: Any) -> Step:
-            new, metrics = local(state, batch, mixed)
+            new, metrics = of_packed(state, batch, mixed)
             return jax.tree.map(strong, new), metrics
 
         self._local, self._adapt, self.plan = local, adapt, plan
@@ -135,6 +138,25 @@ class Beside(Closing):
         self._is_of_models = rounds.averages_models
         self._begins, self._ends = _programs(rounds, mesh)
 
+    def init(self, params: Any, key: jax.Array, model_state: Any = ()) -> WorkerState:
+        """Returns the first state of the workers of this process, on their mesh.
+
+        Args:
+          params: one model, the same in all processes.
+          key: random key, split among the workers.
+          model_state: as in `init_state`.
+
+        Raises:
+          TypeError: if the local update has no optimizer, as a function of your own.
+        """
+        begin, own = init_of(self._local), self._workers()
+        state = first_state(params, begin, key, self.plan, model_state, own)
+        return place(state, self._mesh)
+
+    def _workers(self) -> Sequence[int]:
+        """The numbers of the workers of this process."""
+        return local_workers(self._mesh)
+
     def share(self, other: "Beside") -> None:
         """Reuses the compiled programs of a step of the same local update and mesh."""
         self._known, self._whole = other._known, other._whole
@@ -151,13 +173,14 @@ class Beside(Closing):
             cut, or the state was donated to an earlier step.
           BaseException: any error of an exchange, unchanged.
         """
-        *_, new = self.begin(state, batch, step)
+        *_, new = self.begin(self._rounds.pack(state), batch, step)
         assert new is not None
         phases.note(phases.BETWEEN)
-        return new
+        state, metrics = new
+        return self._rounds.unpack(state), metrics
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Step | None]:
-        """A step in two parts: None once its messages are sent, then the rest.
+        """A step of packed states in two parts: None once its messages are sent.
 
         If its messages follow its update, the first part computes the update.
         """
@@ -285,7 +308,7 @@ class Beside(Closing):
         yield new._replace(params=params), metrics
 
     def _in_rounds(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
-        """`round_step`, with each part a separate program."""
+        """A step of rounds, with each part a separate program."""
         check_carried(self._rounds, state)
         schedule = self._rounds.schedule
         sends, receives = schedule[step]
@@ -394,11 +417,6 @@ def check_beside(plan: Plan) -> None:
             "step, got GradientMean: use gossip.AllReduce, or on_mesh"
         )
     rounds = rounds_of(plan)
-    if rounds.tracking:
-        raise ValueError(
-            "rounds with tracking run in the step: use on_mesh, decentralize, or "
-            "rounds without tracking"
-        )
     if rounds.compression is not None and rounds.compression.shards is not None:
         raise ValueError(
             "beside the step messages of slices are not encoded: leave the "

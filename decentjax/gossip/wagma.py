@@ -56,15 +56,14 @@ class Wagma(Beside):
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import gossip, init_state, local_update, worker_mesh
+      >>> from decentjax import gossip, local_update, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> optimizer = optax.adam(0.1)
-      >>> local = local_update(loss_fn, optimizer)
-      >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
+      >>> local = local_update(loss_fn, optax.adam(0.1))
       >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
       >>> groups = gossip.Butterfly(num_workers=1, group_size=1, period=10)
       >>> with gossip.Wagma(local, groups, party) as train_step:
+      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
       ...     for t in range(10):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
 
@@ -89,7 +88,11 @@ class Wagma(Beside):
             )
         rounds = group_rounds(groups, order)
         self._averaging = _GroupPort(groups, party, order, patience, used)
+        self._party = party
         super().__init__(local, rounds, party.mesh, self._averaging, record)
+
+    def _workers(self) -> Sequence[int]:
+        return self._party.workers
 
     def alive(self) -> set[int]:
         """Returns the workers of other processes that are alive."""

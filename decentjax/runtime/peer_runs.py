@@ -130,7 +130,8 @@ def peer_rounds(
       cluster: nodes, workers and links.
       job: model size and compute times; of several fragments each is an equal part of
         the model.
-      schedule: the rounds; a mean of a group is sent from each member to all others.
+      schedule: the rounds, `Rounds(...).schedule`; a mean of a group is sent from
+        each member to all others.
       num_steps: number of steps, T.
       seed: seed of the compute times.
       count: K.
@@ -141,11 +142,11 @@ def peer_rounds(
         K is not from 1 to N, or the patience is negative.
 
     Examples:
-      >>> from decentjax import runtime, schedule, topology
+      >>> from decentjax import Rounds, runtime, topology
       >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e9)
       >>> late = runtime.delayed(runtime.constant(0.1), count=1, seconds=0.2)
       >>> job = runtime.Job(model_bytes=10e6, compute=late)
-      >>> plan = schedule.every(topology.complete(4), num_steps=10)
+      >>> plan = Rounds(topology.complete(4), every=10).schedule
       >>> run = runtime.peer_rounds(cluster, job, plan, 100, count=3)
       >>> round(run.times.seconds_per_step(), 3)
       0.161
@@ -275,7 +276,7 @@ class _Run:
             step += 1
 
     def _due(self, worker: int, step: int) -> int:
-        """The step with which a worker goes on; see `PeerRounds.due`."""
+        """The step with which a worker goes on; see `Peers.due`."""
         schedule = self._schedule
         begins = schedule.step_of(schedule.count(step))
         left = range(step, min(begins, self._num_steps))

@@ -241,7 +241,7 @@ def rounds(
       cluster: nodes, workers and links.
       job: model size and compute times; of several fragments each is an equal part of
         the model.
-      schedule: the rounds; means of encoded models as `codec.as_permutations` has them.
+      schedule: the rounds, `Rounds(...).schedule`.
       num_steps: number of steps, T.
       seed: seed of the compute times.
       hidden: whether messages run beside the gradient of the step that merges them.
@@ -250,10 +250,10 @@ def rounds(
       ValueError: if the schedule has another number of workers.
 
     Examples:
-      >>> from decentjax import runtime, schedule, topology
+      >>> from decentjax import Rounds, runtime, topology
       >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e8)
       >>> job = runtime.Job(model_bytes=100e6, compute=runtime.constant(0.1))
-      >>> plan = schedule.every(topology.complete(4), num_steps=50)
+      >>> plan = Rounds(topology.complete(4), every=50).schedule
       >>> round(runtime.rounds(cluster, job, plan, num_steps=100).seconds_per_step(), 3)
       0.13
     """

@@ -163,7 +163,7 @@ def whole_periods(period: int, num_steps: float) -> int:
 
 def _model_bytes(setting: Setting, rounds: Rounds) -> float:
     """The size of the setting's model as it is sent."""
-    if rounds.compression is None and not rounds.tracking:
+    if rounds.compression is None and not rounds.keeps_sums:
         return setting.job.model_bytes
     dtype = np.float16 if setting.bytes_per_param == 2 else np.float32
     plenty = [jax.ShapeDtypeStruct((PLENTY,), dtype)]

@@ -18,6 +18,7 @@ from decentjax.compression import (
 from decentjax.rounds import blend, replace, shift
 from decentjax.schedule import cut_leaves
 from decentjax.topology import Topology
+from decentjax.tracking import Tracking
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
 from train.fields import checked
@@ -160,8 +161,8 @@ class RoundsConfig:
             fragments = cut_leaves(leaves, self.fragments)
         merges = {"replace": replace, "shift": shift, "blend": blend(self.share)}
         when = self.every_steps, self.delay, fragments
-        how = self._outer(), merges[self.merge], self._compression(), self.tracking
-        return Rounds(topology, *when, *how)
+        how = self._outer(), merges[self.merge], self._compression()
+        return (Tracking if self.tracking else Rounds)(topology, *when, *how)
 
     def _outer(self) -> optax.GradientTransformation | None:
         if self.outer == "none":

@@ -152,18 +152,13 @@ def _check_nodes(workers: WorkersConfig) -> None:
 def _check_messages(config: Config, rounds: Rounds | None) -> None:
     """Raises a ValueError for messages that the algorithm cannot send."""
     algorithm, exchange = config.step.algorithm, config.exchange
-    at_once = rounds is not None and rounds.schedule.delay == 0
+    at_once = rounds is not None and rounds.delay == 0
     is_beside = isinstance(exchange, BackgroundExchange)
     if is_beside and (algorithm == "atc" or at_once):
         raise ValueError(
             f"{algorithm} waits for its messages in the step that sends them, so "
             'nothing overlaps a background exchange; set exchange to "in_step"'
             + (", or rounds.delay to 1 or more" if at_once else "")
-        )
-    if rounds is not None and rounds.tracking and (is_beside or config.is_apart):
-        raise ValueError(
-            "rounds.tracking runs in the step: set exchange to in_step, got "
-            f"{exchange.name}"
         )
     chooses = not isinstance(config.policy, FixedPolicy)
     if chooses and (is_beside or config.is_apart or algorithm not in ("awc", "atc")):
@@ -208,8 +203,8 @@ def _check_correction(config: Config, topology: Topology) -> None:
         case PeerExchange(patience=patience, way=way):
             needed |= {"exchange.patience": (patience, None)}
             needed |= {"exchange.way": (way, "arrived")}
-        case GroupExchange():
-            needed |= {"exchange": ("groups", "peers")}
+        case GroupExchange() | QuorumExchange():
+            needed |= {"exchange": (config.exchange.name, "peers")}
     for name, (got, wanted) in needed.items():
         if got != wanted:
             raise ValueError(

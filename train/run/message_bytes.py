@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from decentjax import Rounds
+from decentjax import Rounds, WorkerState
 from decentjax.codec import as_permutations, num_bytes
-from decentjax.correction import init_tracker
 from decentjax.rounds import leaves_of
 from decentjax.schedule import Fragment, Schedule
 from train.cli.tables import counted
@@ -49,9 +48,12 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
       fragment: leaves that travel.
       model: model as shapes.
     """
-    # With tracking an estimate travels beside the model, in float32 at least.
-    beside = jax.eval_shape(init_tracker, model) if rounds.tracking else ()
-    leaves = leaves_of(fragment, (beside, model)).values()
+
+    def packed(params: Any) -> Any:
+        state = WorkerState(params, (), (), jax.random.key(0), rounds.init(params))
+        return rounds.pack(state).params
+
+    leaves = leaves_of(fragment, jax.eval_shape(packed, model)).values()
     if rounds.compression is None:
         return sum(x.size * x.dtype.itemsize for x in leaves)
     return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)

@@ -111,8 +111,7 @@ class Method:
     @property
     def hides_beside(self) -> bool:
         """Whether a second thread can hide its messages."""
-        tracks = self.rounds is not None and self.rounds.tracking
-        return self.is_early and not tracks and self.policy is None
+        return self.is_early and self.policy is None
 
     def is_in_thread(self, config: Config, mesh: Mesh | None) -> bool:
         """Whether the exchange runs in a second thread."""

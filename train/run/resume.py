@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decentjax import ScaleByAccumAdamState, WorkerState
+from decentjax import WorkerState
+from decentjax.optim import ScaleByAccumAdamState
 from train.cli.config_json import (
     HOOKS,
     PLACES,
