@@ -72,9 +72,11 @@ Plan = Topology | Rounds | GradientMean
 def check_plan(plan: Any) -> None:
     """Raises a TypeError unless this is a plan."""
     if not isinstance(plan, Plan):
+        got = getattr(plan, "__name__", type(plan).__name__)
         raise TypeError(
             "wanted a plan: a topology, as topology.ring(8), or rounds, as "
-            f"methods.diloco(8), got {type(plan).__name__}"
+            f"methods.diloco(8), got {got}; call a function of decentjax.topology or "
+            "decentjax.methods with its arguments"
         )
 
 
