@@ -199,9 +199,7 @@ def rounds_run(how, folder, num_steps):
     def work(worker):
         party, found, used = party_of(folder, [worker]), [], []
         mesh, key = party.mesh, jax.random.key(0)
-        state = place(
-            init_state(params, OPTIMIZER, key, how, workers=[worker]), mesh
-        )
+        state = place(init_state(params, OPTIMIZER, key, how, workers=[worker]), mesh)
         options = {"patience": math.inf, "used": used.append}
         with Peers(LOCAL, how, party, **options) as step:
             for t in range(num_steps):
@@ -1045,13 +1043,13 @@ def test_a_store_without_a_job_is_refused():
 @pytest.mark.slow
 def test_a_worker_that_comes_back_begins_anew(tmp_path):
     """Models are exchanged in both directions after a restart."""
-    workers = [spawn(tmp_path, worker, 2, WAY="swaps") for worker in range(2)]
+    workers = [spawn(tmp_path, worker, 2, MERGE="swaps") for worker in range(2)]
     try:
         for worker in workers:
             read_until(worker, 20)
         workers[0].kill()
         workers[0].communicate()
-        workers[0] = spawn(tmp_path, 0, 2, WAY="swaps", JOIN="1")
+        workers[0] = spawn(tmp_path, 0, 2, MERGE="swaps", JOIN="1")
         step = int(read_until(workers[0], 0)[0])
         assert step >= 20
         for worker in workers:
