@@ -1,7 +1,6 @@
 """A train step of one worker, hand-written and the library's, and their turns."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from statistics import median
@@ -15,7 +14,6 @@ from rich.console import Console
 from benches.runner import Runner, repeat
 from decentjax import (
     TrainStep,
-    awc_step,
     on_mesh,
     overlap,
     place,
@@ -146,9 +144,9 @@ def measured_step(
     """Returns the same step, which also measures the norm of each tensor."""
     mesh = worker_mesh(1, jax.local_devices())
     local = measured(build_local(config.step, task.loss_fn, optimizer))
-    step = functools.partial(awc_step, adapt=local, mix=bind_mix(config.step))
-    graph = config.topology.build(config.workers)
-    train_step = on_mesh(step, graph, mesh, step_options(config, mesh))
+    graph, options = config.topology.build(config.workers), step_options(config, mesh)
+    mix = bind_mix(config.step)
+    train_step = on_mesh(local, graph, mesh, mix=mix, compiler_options=options)
     return _repeated(train_step, config, task, optimizer, batch, mesh)
 
 

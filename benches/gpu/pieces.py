@@ -69,7 +69,7 @@ def difference(graph: Topology, num_steps: int = 40) -> float:
     )
     params, ends = {"a": 0.3 * a, "b": 0.3 * b}, []
     optimizer = accum_adamw(1e-2, accum_steps=4)
-    local = local_update(loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn, optimizer)
     for device in (jax.local_devices(backend="cpu")[0], jax.devices()[0]):
         with jax.default_device(device), jax.default_matmul_precision("highest"):
             step = simulate(local, graph)

@@ -72,7 +72,7 @@ def _runner(configs: Path, method: ComparedMethod) -> Runner:
 
     runner = repeat(step, state, finish)
     # Compiles a program for each exchange.
-    for _ in range(build_method(config, task).plan.period):
+    for _ in range(build_method(config, task).schedule.period):
         runner.step()
     return runner
 

@@ -1,6 +1,5 @@
 """A worker of the race: decentjax's contestants. Started by `benches.race.team`."""
 
-import functools
 import itertools
 import math
 import os
@@ -24,12 +23,11 @@ from decentjax import (
     AXIS,
     Topology,
     WorkerState,
-    all_reduce_step,
-    awc_step,
     gossip,
     init_state,
     local_update,
     local_workers,
+    methods,
     on_mesh,
     place,
     worker_mesh,
@@ -72,7 +70,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         party = gossip.Party(book, [jax.process_index()], mesh, bind=ADDRESS)
     if scheme == Scheme.PEERS_EXCHANGE:
         return _exchange_by_peers(graph, state.params, party)
-    local = local_update(loss_fn=_loss_fn, optimizer=optimizer)
+    local = local_update(_loss_fn, optimizer)
     if scheme in BY_PEERS:
         patience = 0.0 if scheme == Scheme.NO_WAIT else math.inf
         train_step = gossip.Peers(local, graph, party, patience=patience)
@@ -81,8 +79,9 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         train_step = gossip.Background(local, graph, mesh)
         finish = train_step.settle
     else:
-        order = all_reduce_step if scheme == Scheme.ALL_REDUCE else awc_step
-        train_step = on_mesh(functools.partial(order, adapt=local), graph, mesh)
+        is_baseline = scheme == Scheme.ALL_REDUCE
+        plan = methods.all_reduce(graph.num_workers) if is_baseline else graph
+        train_step = on_mesh(local, plan, mesh)
         finish = nothing
 
     def step(state: WorkerState, t: int) -> WorkerState:

@@ -100,5 +100,5 @@ class Background(Beside):
           model_state: as in `init_state`.
         """
         begin, own = init_of(self._local), local_workers(self._mesh)
-        state = first_state(params, begin, key, self._plan, model_state, own)
+        state = first_state(params, begin, key, self.plan, model_state, own)
         return place(state, self._mesh)

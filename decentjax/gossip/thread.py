@@ -96,6 +96,9 @@ class Beside(Closing):
       mesh: mesh of the workers in the stacked arrays.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
+
+    Attributes:
+      plan: the plan.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Beside(Closing):
             new, metrics = local(state, batch, mixed)
             return jax.tree.map(strong, new), metrics
 
-        self._local, self._adapt, self._plan = local, adapt, plan
+        self._local, self._adapt, self.plan = local, adapt, plan
         self._rounds, self._mesh = rounds, mesh
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1

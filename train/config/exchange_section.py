@@ -1,9 +1,10 @@
 """Where models are averaged: in the step, beside it, or peer to peer."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from decentjax.gossip import AutoPatience, Guard, Quorum
+from decentjax.gossip import AutoPatience, Guard, Quorum, count_examples
 from train.config.checks import check_at_least
 from train.fields import checked
 
@@ -167,13 +168,18 @@ class QuorumExchange(ApartExchange):
         """The number of contributions without which a round does not end."""
         return num_workers // 2 + 1 if self.quorum is None else self.quorum
 
-    def merge(self, num_workers: int) -> Quorum:
+    def merge(
+        self,
+        num_workers: int,
+        count_tokens: Callable[[Any], Sequence[int]] = count_examples,
+    ) -> Quorum:
         """How a round of N workers merges contributions."""
         guard = None
         if self.guard != "none":
             guard = Guard(self.guard_ratio, self.guard, self.oldest)
         count = self.quorum_of(num_workers)
-        return Quorum(count, self.weights, self.discount, guard, self.trimmed)
+        how = self.weights, self.discount, guard, self.trimmed
+        return Quorum(count, *how, count_tokens)
 
 
 @checked

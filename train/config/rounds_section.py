@@ -6,7 +6,6 @@ from typing import Literal
 import optax
 
 from decentjax import Rounds
-from decentjax import schedule as schedules
 from decentjax import topology as topologies
 from decentjax.codec import Codec, bfloat16, exact, float16, int2, int4, int8, top_k
 from decentjax.compression import (
@@ -17,6 +16,7 @@ from decentjax.compression import (
     error_feedback,
 )
 from decentjax.rounds import blend, replace, shift
+from decentjax.schedule import cut_leaves
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
@@ -137,8 +137,8 @@ class RoundsConfig:
             )
         self._check_used()
         # Raises for a delay that is longer than a round.
-        schedule = schedules.every(topologies.ring(1), self.every_steps, self.delay)
-        if self.outer != "none" and schedule.period == 1:
+        Rounds(topologies.ring(1), self.every_steps, self.delay)
+        if self.outer != "none" and self.every_steps == 1:
             raise ValueError(
                 f"rounds.outer = {self.outer} moves models that have trained alone "
                 "since the last round: set rounds.every_steps to 2 or more"
@@ -154,17 +154,14 @@ class RoundsConfig:
         Raises:
           ValueError: if the topology does not fit, or no leaf falls into a fragment.
         """
-        schedule = schedules.every(topology, self.every_steps, self.delay)
+        fragments = None
         if self.fragments > 1:
             leaves = [1] * self.fragments if sizes is None else sizes
-            fragments = schedules.cut_leaves(leaves, self.fragments)
-            schedule = schedules.in_fragments(
-                topology, self.every_steps, fragments, self.delay
-            )
+            fragments = cut_leaves(leaves, self.fragments)
         merges = {"replace": replace, "shift": shift, "blend": blend(self.share)}
-        merge = merges[self.merge]
-        parts = self._outer(), merge, self._compression(), self.tracking
-        return Rounds(schedule, *parts)
+        when = self.every_steps, self.delay, fragments
+        how = self._outer(), merges[self.merge], self._compression(), self.tracking
+        return Rounds(topology, *when, *how)
 
     def _outer(self) -> optax.GradientTransformation | None:
         if self.outer == "none":

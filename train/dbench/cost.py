@@ -101,8 +101,6 @@ def _measure(config: Config, task: Task) -> Cost:
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     parts = config.step.num_micro_batches
     local = local_update(task.loss_fn, optimizer, parts)
-        loss_fn=task.loss_fn, optimizer=optimizer, num_micro_batches=parts
-    )
     compiled = jax.jit(local).lower(state, batch, state.params).compile()
     found = compiled.memory_analysis()
     beside = 0 if found is None else found.temp_size_in_bytes

@@ -1,7 +1,6 @@
 """From a config to what runs: mesh, initial state, optimizer, train step."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -94,11 +93,8 @@ def build_state(
     # One program: without jit each leaf would be a dispatch, and exist twice.
     @jax.jit
     def stack(params, model_state, key):
-        num_workers = config.workers.num_workers
-        extra = method.init_extra(params)
-        return init_state(
-            params, optimizer, key, num_workers, model_state, workers, extra
-        )
+        state = init_state(params, optimizer, key, method.plan, model_state, workers)
+        return method.with_graph(state, workers)
 
     model_key, workers_key = jax.random.split(jax.random.key(config.seed))
     if model is None:
@@ -148,7 +144,7 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
-PeerStep = gossip.Peers | gossip.Wagma | gossip.PeerRounds
+PeerStep = gossip.Peers | gossip.Wagma
 LoopStep = InStep | Beside | PeerStep
 
 
@@ -220,10 +216,10 @@ def build_in_step(
     method = build_method(config, task)
     if method.policy is not None and method.policy.measures:
         local = measured(local, before_update=method.is_early)
-    step = functools.partial(method.order, adapt=local)
+    how: dict[str, Any] = {"mix": method.mix}
     if mesh is None:
-        return simulate(step, method.plan)
-    return on_mesh(step, method.plan, mesh, compiler_options)
+        return simulate(local, method.plan, **how)
+    return on_mesh(local, method.plan, mesh, compiler_options=compiler_options, **how)
 
 
 def build_lone_step(
@@ -231,9 +227,8 @@ def build_lone_step(
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
     local = build_local(config.step, task.loss_fn, optimizer)
-    step = local
     options = step_options(config, mesh)
-    return on_mesh(step, alone(mesh.shape[AXIS]), mesh, options)
+    return on_mesh(local, alone(mesh.shape[AXIS]), mesh, compiler_options=options)
 
 
 def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:

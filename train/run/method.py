@@ -5,7 +5,7 @@ No other file of the program asks for the name of an algorithm.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,22 +14,21 @@ from jax.sharding import Mesh
 from decentjax import (
     AXIS,
     Exchange,
+    Plan,
     Rounds,
-    all_reduce_step,
-    atc_step,
-    awc_step,
+    WorkerState,
     gossip,
-    init_rounds,
+    methods,
     mix,
-    round_step,
     runtime,
+    stack,
 )
 from decentjax.codec import as_permutations
-from decentjax.exchange import warn_of_parts
 from decentjax.mixing import is_mixed
+from decentjax.plan import schedule_of, warn_of_plan
 from decentjax.policy import Policy
 from decentjax.schedule import Event, Schedule
-from decentjax.topology import Topology, complete
+from decentjax.topology import Topology
 from decentjax.updates import LocalUpdate
 from train.config import (
     AutoExchange,
@@ -44,7 +43,7 @@ from train.run.message_bytes import sent_bytes, sent_schedule, step_bytes
 from train.run.policy_choice import build_policy, init_graph
 from train.tasks.task import Task, longest_dim
 
-Beside = gossip.AllReduce | gossip.Background | gossip.BackgroundRounds
+Beside = gossip.AllReduce | gossip.Background
 
 
 class Sent(NamedTuple):
@@ -65,38 +64,49 @@ class Method:
 
     Args:
       name: name of the algorithm, for people.
-      plan: exchanges or rounds that the steps take in turn.
+      plan: who averages what, and when.
       graph: exchanges alone.
-      order: step of one worker, which takes `adapt`.
+      mix: averaging of one worker's leaves; None for that of the plan.
       is_early: whether the models are averaged with which a step began, so that
         messages may hide behind its gradient.
       beside: function of a local update and a mesh, with keywords as of
         `gossip.Background`, that returns the step whose exchange is in a second thread.
-      init_extra: function of one model's params that returns what the algorithm carries
-        beside them.
-      sent: function of what a step takes of the plan and of a model as shapes that
+      sent: function of what begins and ends in a step and of a model as shapes that
         returns what is sent, or None.
       model_bytes: function of a model as shapes that returns the size of its message.
       times: function that returns the simulated times of a run, of whether the exchange
         is in a second thread, cluster, job, number of steps, and seed.
       policy: choice of the exchange; None where the plan is taken as it is.
+      first_graph: what the policy keeps in the state, before the first step.
       rounds: the rounds, if any.
       sends_gradients: whether gradients are averaged in place of models.
     """
 
     name: str
-    plan: Topology | Schedule
+    plan: Plan
     graph: Topology
-    order: Callable[..., Any]
+    mix: Callable[..., Any] | None
     is_early: bool
     beside: Callable[..., Beside]
-    init_extra: Callable[[Any], Any]
-    sent: Callable[[Any, Any], Sent | None]
+    sent: Callable[[Event, Any], Sent | None]
     model_bytes: Callable[[Any], float]
     times: Callable[..., runtime.Times]
     policy: Policy | None = None
+    first_graph: Any = ()
     rounds: Rounds | None = None
     sends_gradients: bool = False
+
+    @property
+    def schedule(self) -> Schedule:
+        """What begins and ends in each step."""
+        return schedule_of(self.plan)
+
+    def with_graph(self, state: WorkerState, workers: Sequence[int]) -> WorkerState:
+        """The first state of some workers, with the graph that a policy begins with."""
+        if self.policy is None:
+            return state
+        kept = stack(self.first_graph, self.plan.num_workers, workers=workers)
+        return state._replace(extra=kept)
 
     @property
     def hides_beside(self) -> bool:
@@ -137,7 +147,7 @@ def build_method(config: Config, task: Task | None = None) -> Method:
         method = _in_rounds(config, task)
     else:
         method = _every_step(config, longest_dim if task is None else task.shard)
-    warn_of_parts(method.plan.name, method.plan.exchanges)
+    warn_of_plan(method.plan)
     return method
 
 
@@ -145,9 +155,8 @@ def _every_step(config: Config, rule: Rule) -> Method:
     is_early = config.step.algorithm == "awc"
     graph, policy = config.topology.build(config.workers), build_policy(config)
     is_fixed = isinstance(config.policy, FixedPolicy)
-
-    def beside(local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
-        return gossip.Background(local, graph, mesh, **options)
+    menu = graph if is_fixed else policy.menu
+    plan = menu if is_early else Rounds(menu)
 
     def times(in_thread: bool, cluster: Any, job: Any, *rest: Any) -> runtime.Times:
         if in_thread:
@@ -156,27 +165,26 @@ def _every_step(config: Config, rule: Rule) -> Method:
 
     return Method(
         config.step.algorithm,
-        graph if is_fixed else policy.menu,
+        plan,
         graph,
-        functools.partial(
-            awc_step if is_early else atc_step, mix=bind_mix(config.step, rule)
-        ),
+        bind_mix(config.step, rule),
         is_early,
-        beside,
-        lambda params: init_graph(config.policy),
+        functools.partial(_in_thread, plan),
         _whole(config),
         functools.partial(step_bytes, config),
         times,
         policy=None if is_fixed else policy,
+        first_graph=init_graph(config.policy),
     )
+
+
+def _in_thread(plan: Plan, local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
+    return gossip.Background(local, plan, mesh, **options)
 
 
 def _in_rounds(config: Config, task: Task | None) -> Method:
     graph = config.topology.build(config.workers)
     rounds = config.rounds.build(graph, _sizes(config, task))
-
-    def beside(local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
-        return gossip.Background(local, rounds, mesh, **options)
 
     def sent(taken: Event, model: Any) -> Sent | None:
         one = taken.sends
@@ -193,12 +201,11 @@ def _in_rounds(config: Config, task: Task | None) -> Method:
     average = bind_mix(config.step, rule) if rounds.compression is None else None
     return Method(
         config.step.algorithm,
-        rounds.schedule,
+        rounds,
         graph,
-        functools.partial(round_step, rounds=rounds, mix=average),
+        average,
         config.rounds.delay > 0,
-        beside,
-        functools.partial(init_rounds, rounds),
+        functools.partial(_in_thread, rounds),
         sent,
         functools.partial(sent_bytes, rounds, None),
         times,
@@ -207,7 +214,6 @@ def _in_rounds(config: Config, task: Task | None) -> Method:
 
 
 def _all_reduce(config: Config) -> Method:
-    graph = complete(config.workers.num_workers)
 
     def beside(
         local: LocalUpdate, mesh: Mesh, *, record: gossip.Record | None, **options: Any
@@ -219,14 +225,14 @@ def _all_reduce(config: Config) -> Method:
         del in_thread  # Nothing can hide a mean that the update awaits.
         return runtime.all_reduce(*rest)
 
+    plan = methods.all_reduce(config.workers.num_workers)
     return Method(
         config.step.algorithm,
-        graph,
-        graph,
-        all_reduce_step,
+        plan,
+        plan.topology,
+        None,
         False,
         beside,
-        lambda params: (),
         _whole(config),
         functools.partial(step_bytes, config),
         times,
@@ -234,9 +240,15 @@ def _all_reduce(config: Config) -> Method:
     )
 
 
-def _whole(config: Config) -> Callable[[Exchange, Any], Sent]:
+def _whole(config: Config) -> Callable[[Event, Any], Sent]:
     """What is sent where each exchange is of the whole model, or its gradient."""
-    return lambda taken, model: Sent(taken, step_bytes(config, model))
+
+    def sent(taken: Event, model: Any) -> Sent:
+        assert taken.sends is not None
+        assert taken.sends.exchange is not None
+        return Sent(taken.sends.exchange, step_bytes(config, model))
+
+    return sent
 
 
 def _sizes(config: Config, task: Task | None) -> list[int] | None:

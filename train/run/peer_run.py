@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, gossip
+from decentjax import Rounds, WorkerState, gossip
 from decentjax.process import phases
 from decentjax.process.address import is_loopback, split_address, to_address
 from decentjax.topology import default_group_size
@@ -154,12 +154,11 @@ def build_peers(
                 local, wagma_groups(config), party, order=order, **common
             )
         case QuorumExchange():
-            common["quorum"] = exchange.merge(config.workers.num_workers)
-            common["count"] = amounts_of(task)
+            merge = config.workers.num_workers, amounts_of(task)
+            common["merge"] = exchange.merge(*merge)
         case PeerExchange(way=way) if method.rounds is None:
-            return gossip.Peers(local, method.graph, party, merge=way, **common)
-    assert method.rounds is not None
-    return gossip.Peers(local, method.rounds, party, **common)
+            common["merge"] = way
+    return gossip.Peers(local, method.plan, party, **common)
 
 
 def _quorum(config: Config) -> int:
@@ -261,7 +260,9 @@ class Joiner(NamedTuple):
           is_late: whether others must have gone on; else it may well be the first.
         """
         batches, log = self.batches, self.log
-        if isinstance(self.peers, gossip.PeerRounds) and not self.is_elastic:
+        is_wagma = isinstance(self.peers, gossip.Wagma)
+        in_rounds = not is_wagma and isinstance(self.peers.plan, Rounds)
+        if in_rounds and not self.is_elastic:
             log.say(f"goes on from its own step {begin.step}")
             return begin
         log.say("looks for peers that are further")
@@ -284,7 +285,7 @@ class Joiner(NamedTuple):
         moved = distance(state.params, begin.state.params)
         log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
         facts: dict[str, Any] = {}
-        if is_a_peers and isinstance(self.peers, gossip.Peers | gossip.PeerRounds):
+        if is_a_peers and isinstance(self.peers, gossip.Peers):
             facts["joined_from"] = self.peers.joined_from
         log.note(step, joined_after=begin.step, moved=moved, **facts)
         return self._at(begin._replace(state=state), step)
@@ -302,7 +303,7 @@ class Joiner(NamedTuple):
         round.
         """
         peers, log = self.peers, self.log
-        assert isinstance(peers, gossip.Peers | gossip.PeerRounds)
+        assert isinstance(peers, gossip.Peers)
         if not peers.has_quorum():
             log.say(f"step {begin.step}: waits for its quorum of workers")
         with phases.phase(phases.WAITING):
@@ -311,11 +312,10 @@ class Joiner(NamedTuple):
         if not stop.stopped and peers.was_away():
             log.say(f"step {begin.step}: was away, while others may have gone on")
             return self.join(begin)
-        if isinstance(peers, gossip.PeerRounds):
-            due = min(peers.due(begin.step), self.last)
-            if due > begin.step:
-                log.note(begin.step, skipped=due - begin.step)
-                return self._at(begin, due)
+        due = min(peers.due(begin.step), self.last)
+        if due > begin.step:
+            log.note(begin.step, skipped=due - begin.step)
+            return self._at(begin, due)
         return begin
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from decentjax import gossip, runtime
-from decentjax.schedule import Schedule, every
+from decentjax.schedule import Schedule
 from decentjax.topology import butterfly_groups
 from train.config import (
     BackgroundExchange,
@@ -98,10 +98,10 @@ class Clock:
                 _check_peers(exchange, method)
                 of_all = cluster, job, method.graph, count, seed
                 run = runtime.peers(*of_all, exchange.waits)
-                return _timed(run, every(method.graph, 1, delay=1))
+                return _timed(run, method.schedule)
             case QuorumExchange():
                 assert method.rounds is not None
-                schedule = method.rounds.schedule
+                schedule = method.schedule
                 run = runtime.peer_rounds(
                     *(cluster, job, schedule, count, seed),
                     count=exchange.quorum_of(cluster.num_workers),

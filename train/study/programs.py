@@ -15,18 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Exchange,
     LossFn,
-    Rounds,
+    Plan,
     WorkerState,
-    all_reduce_step,
     consensus_distance,
     mean_model,
     over_workers,
 )
 from decentjax.dispersion import measured, tensor_distances
 from decentjax.loss import Metrics
-from decentjax.rounds import default_mix, receive, round_step, send
+from decentjax.plan import worker_step
+from decentjax.rounds import default_mix, receive, send
 from decentjax.schedule import Event
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import build_local, options_on
@@ -61,44 +60,29 @@ def build_step(
 ) -> Callable[[WorkerState, Any, Any], tuple[WorkerState, Metrics]]:
     """The step of the config's method over [K, N, ...], in few programs.
 
-    It takes an exchange, or the rounds that begin and end. There is nothing to overlap,
-    so the exchange is a separate program, and the local update is compiled once and not
-    once for each exchange, nor for each run of a grid.
+    It takes what begins and ends in it. There is nothing to overlap, so the exchange is
+    a separate program, and the local update is compiled once and not once for each
+    exchange, nor for each run of a grid.
     """
-    method = build_method(config, task)
+    method, options = build_method(config, task), options_on(mesh, config.step)
     key = mesh, config.step, task.loss_fn, config.optimizer, config.num_steps
     key = *key, method.is_early
-    if method.sends_gradients:
-        return lambda state, batch, taken: _reduce_program(taken, *key)(state, batch)
-    if config.rounds.tracking:
-        assert method.rounds is not None
-        whole = functools.partial(_round_program, method.rounds)
+    if method.sends_gradients or config.rounds.tracking:
+        whole = functools.partial(_whole_program, method.plan)
         return lambda state, batch, taken: whole(taken, *key)(state, batch)
-    local = _adapt_program(*key)
-    if method.rounds is not None:
-        return _in_rounds(method.rounds, config.step, local, mesh)
-    return functools.partial(
-        method.order,
-        adapt=local,
-        mix=lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
-    )
-
-
-def _in_rounds(
-    rounds: Rounds, step: StepConfig, local: Callable, mesh: Mesh | None
-) -> Callable[[WorkerState, Any, Any], tuple[WorkerState, Metrics]]:
-    average = bind_mix(step) if rounds.compression is None else default_mix(rounds)
+    average = bind_mix(config.step)
+    if method.rounds is not None and method.rounds.compression is not None:
+        average = default_mix(method.rounds)
 
     @functools.cache
     def program(function: Callable, *static: Any, **named: Any) -> Callable:
         one = functools.partial(function, *static, **named)
-        return _over_all(one, mesh, options_on(mesh, step))
+        return _over_all(one, mesh, options)
 
-    return functools.partial(
-        round_step,
-        rounds=rounds,
-        adapt=local,
-        mix=lambda sent, exchange: program(average, exchange=exchange)(sent),
+    return worker_step(
+        _adapt_program(*key),
+        method.plan,
+        lambda sent, exchange: program(average, exchange=exchange)(sent),
         send=lambda rounds, part, state: program(send, rounds, part)(state),
         receive=lambda rounds, part, *arrays: program(receive, rounds, part)(*arrays),
     )
@@ -133,29 +117,15 @@ def _adapt_program(mesh: Mesh | None, step: StepConfig, *key: Any) -> Callable:
 
 
 @functools.lru_cache(maxsize=64)
-def _round_program(
-    rounds: Rounds, event: Event, mesh: Mesh | None, step: StepConfig, *key: Any
+def _whole_program(
+    plan: Plan, event: Event, mesh: Mesh | None, step: StepConfig, *key: Any
 ) -> Callable:
-    of_worker = functools.partial(
-        round_step, event=event, rounds=rounds, adapt=_local(step, *key)
-    )
-    return _over_all(of_worker, mesh, options_on(mesh, step))
+    one_step = worker_step(_local(step, *key), plan)
 
+    def of_worker(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
+        return one_step(state, batch, event)
 
-@functools.lru_cache(maxsize=64)
-def _reduce_program(
-    exchange: Exchange, mesh: Mesh | None, step: StepConfig, *key: Any
-) -> Callable:
-    reduce = functools.partial(
-        all_reduce_step, exchange=exchange, adapt=_local(step, *key)
-    )
-    return _over_all(reduce, mesh, options_on(mesh, step), donate_argnums=0)
-
-
-@functools.lru_cache(maxsize=64)
-def _mix_program(mesh: Mesh | None, step: StepConfig, exchange: Exchange) -> Callable:
-    mix = functools.partial(bind_mix(step), exchange=exchange)
-    return _over_all(mix, mesh, options_on(mesh, step))
+    return _over_all(of_worker, mesh, options_on(mesh, step), donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=8)

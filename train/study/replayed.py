@@ -77,7 +77,8 @@ def repeat(
         done = [gossip.WorkerSteps(list(one.places), one.joined) for one in lives]
     match config.exchange:
         case QuorumExchange() as exchange:
-            graph, way = method.rounds, exchange.merge(len(workers))
+            graph = method.rounds
+            way = exchange.merge(len(workers), amounts_of(task))
             assert graph is not None
         case GroupExchange():
             graph, way = wagma_groups(config), "awc" if method.is_early else "atc"
@@ -85,7 +86,7 @@ def repeat(
             graph = method.graph
         case _:
             raise ValueError("only runs of peers are repeated")
-    how = records, observe, done, at_step, amounts_of(task)
+    how = records, observe, done, at_step
     return gossip.replay(local, graph, way, start, batches, *how)
 
 

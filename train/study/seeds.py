@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import Exchange, WorkerState, local_workers
+from decentjax import WorkerState, local_workers
 from decentjax.analysis import traffic
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
 from decentjax.loss import Metrics
@@ -123,7 +123,7 @@ def _train_together(
         place = step - 1
         if policy is not None:
             place = policy(step - 1, epoch_of(options, step - 1))
-        taken.append(method.plan[place])
+        taken.append(method.schedule[place])
         state, metrics = train_step(state, batch, taken[-1])
         if policy is not None and is_measured(options, step):
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
@@ -213,7 +213,7 @@ class _Log:
 
 
 def sent_by(
-    config: Config, method: Method, taken: Sequence[Exchange | Event], one_model: Any
+    config: Config, method: Method, taken: Sequence[Event], one_model: Any
 ) -> dict[str, float]:
     """What workers and nodes send in a step, as means over the steps.
 
