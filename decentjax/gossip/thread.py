@@ -22,7 +22,7 @@ from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.placement import over_workers, place
-from decentjax.plan import Plan, check_plan, rounds_of, warn_of_plan
+from decentjax.plan import Plan, rounds_of, warn_of_plan
 from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
@@ -383,7 +383,6 @@ class Beside(Closing):
 
 def check_beside(plan: Plan) -> None:
     """Raises an error if a plan cannot be carried beside the step."""
-    check_plan(plan)
     if isinstance(plan, Topology):
         return
     rounds = check_rounds(plan)
