@@ -260,8 +260,7 @@ def check_rounds(rounds: Any) -> Rounds:
     """Returns rounds, or raises a TypeError."""
     if not isinstance(rounds, Rounds):
         raise TypeError(
-            "wanted a topology or rounds, such as topology.ring(8) or "
-            f"methods.diloco(8), got {type(rounds).__name__}"
+            f"wanted Rounds, such as methods.diloco(8), got {type(rounds).__name__}"
         )
     return rounds
 

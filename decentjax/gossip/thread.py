@@ -16,18 +16,22 @@ from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
 from decentjax.compression import Leaves
-from decentjax.exchange import Topology
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.placement import over_workers, place
-from decentjax.plan import Plan, rounds_of, warn_of_plan
+from decentjax.plan import (
+    GradientMean,
+    Plan,
+    check_plan,
+    rounds_of,
+    warn_of_plan,
+)
 from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
     check_carried,
-    check_rounds,
     leaves_of,
     receive,
     send,
@@ -383,9 +387,13 @@ class Beside(Closing):
 
 def check_beside(plan: Plan) -> None:
     """Raises an error if a plan cannot be carried beside the step."""
-    if isinstance(plan, Topology):
-        return
-    rounds = check_rounds(plan)
+    check_plan(plan)
+    if isinstance(plan, GradientMean):
+        raise TypeError(
+            "wanted a topology or Rounds, whose exchanges of models run beside the "
+            "step, got GradientMean: use gossip.AllReduce, or on_mesh"
+        )
+    rounds = rounds_of(plan)
     if rounds.tracking:
         raise ValueError(
             "rounds with tracking run in the step: use on_mesh, decentralize, or "
