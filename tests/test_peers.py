@@ -857,8 +857,8 @@ def test_only_floats_are_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"topology": topology.complete(4)}, "groups or nodes"),
-        ({"topology": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
+        ({"plan": topology.complete(4)}, "groups or nodes"),
+        ({"plan": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
         ({"workers": [4]}, "distinct numbers from 0 to 3"),
         ({"workers": [0, 1]}, "this process's 2 workers"),
         ({"patience": -1.0}, "patience must not be negative"),
@@ -866,7 +866,7 @@ def test_only_floats_are_mixed(tmp_path):
     ],
 )
 def test_what_peers_cannot_do_is_refused(change, words, tmp_path):
-    options = {"topology": topology.ring(4), "workers": [0], **change}
+    options = {"plan": topology.ring(4), "workers": [0], **change}
     mesh, workers = Mesh(jax.devices()[:1], (AXIS,)), options.pop("workers")
 
     def make():
