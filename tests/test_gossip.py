@@ -36,7 +36,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.gossip import stages
+from decentjax.gossip import pipeline
 from decentjax.gossip.thread_port import Carrier
 
 # Longer than any wait here should be, so that a deadlock is a failure.
@@ -156,7 +156,7 @@ def _assert_same(got, wanted, atol=0.0):
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch):
     """Of the three leaves, 28 B, 140 B and 84 B, each makes a group."""
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", 1)
 
 
 def _butterfly(num_workers):
@@ -232,7 +232,7 @@ def test_the_numbers_are_those_of_awc_to_rounding(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 150, 2**20])
 def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", size)
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", size)
     with _in_background(Case()) as train_step:
         _assert_same(_run(train_step, Case()), _wanted(Case()))
 

@@ -21,11 +21,11 @@ from decentjax import (
     Permutations,
     Rounds,
     Topology,
+    __main__,
     accum_adam,
     adapt,
     analysis,
     awc_step,
-    cli,
     codec,
     compression,
     consensus_distance,
@@ -202,7 +202,7 @@ def test_a_wrong_command_is_answered_by_what_is_wrong():
 
 @pytest.mark.slow
 def test_each_command_has_help_with_an_example():
-    names = list(cli.COMMANDS)
+    names = list(__main__.COMMANDS)
     lines = [("decentjax", name, "--help") for name in names]
     results = run_all(lines, {"train", "text", "images", "emulate"})
     for name, (code, text) in zip(names, results, strict=True):
