@@ -13,12 +13,12 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
-import tiny
 from rich.console import Console
 
 import train.__main__
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
+from tests import tiny
 from train.advise import __main__ as program
 from train.advise import advice_report, rank
 from train.advise.rank import (

@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 from test_advise import FREE, advice_in
 
 from decentjax import Lowering, runtime, topology, worker_mesh
 from decentjax.runtime import Cluster
+from tests import tiny
 from train.advise import __main__ as program
 from train.advise import measure
 from train.advise.rank import Prediction, advise, fitting

@@ -3,7 +3,6 @@
 from functools import partial
 
 import numpy as np
-import oracles
 import pytest
 
 from decentjax import Exchange, Permutations, Topology, analysis, topology
@@ -18,6 +17,7 @@ from decentjax.analysis import (
     traffic,
 )
 from decentjax.exchange import apply, is_connected
+from tests import oracles
 
 SIZES = (1, 2, 3, 5, 8, 12, 16)
 MODEL = 120.0

@@ -7,11 +7,11 @@ import multiprocessing
 import subprocess
 import sys
 
-import line
 import numpy as np
 import pytest
 
 from configs.wagma import wagma_digits as wagma
+from tests import line
 from train.config import DataConfig
 from train.data.batches import Unreadable, deal, feed, worker_steps
 from train.run.build import build_steps

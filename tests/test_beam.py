@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from record_peers import numbers
 
+from tests.record_peers import numbers
 from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.translation import DecodingConfig

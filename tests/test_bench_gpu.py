@@ -14,8 +14,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-import tiny
-from gpus import compiled, gpu_mesh, shapes
 from rich.console import Console
 
 from benches.gpu import pieces
@@ -45,6 +43,8 @@ from benches.gpu.gpu_shared import runners
 from benches.runner import Runner
 from benches.train_steps import in_turns, our_step, plain_step, wrapped_step
 from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
+from tests import tiny
+from tests.gpus import compiled, gpu_mesh, shapes
 from train.run.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.

@@ -8,9 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import tiny
 from rich.console import Console
-from tiny_numbers import config as tiny_numbers
 
 from benches import codecs
 from benches import input as data
@@ -18,6 +16,8 @@ from benches import overhead as step
 from benches.input import DataBench, InputTiming, count_compiled, measure
 from benches.overhead import MEASURED, OURS, PLAIN, WRAPPED, StepBench, of_one_worker
 from benches.runner import Runner
+from tests import tiny
+from tests.tiny_numbers import config as tiny_numbers
 from train.cli.load import find_config
 from train.tasks.numbers import NumbersTask
 

@@ -10,12 +10,12 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
-import line
 import numpy as np
 import pytest
 from test_distributed import LONG, ROOT, started
 from test_emulate import needs_root
 
+from tests import line
 from train.chaos import jobs, members
 from train.chaos.__main__ import Row, main, separated
 from train.chaos.faults import FAULTS, Bench

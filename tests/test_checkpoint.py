@@ -15,15 +15,13 @@ import time
 from pathlib import Path
 
 import jax
-import line
 import numpy as np
 import pytest
-import saving
-import tiny
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from test_distributed import ENV, LONG, ROOT
 
+from tests import line, saving, tiny
 from train.checkpoint import main, named
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
@@ -198,7 +196,7 @@ def test_a_damaged_config_is_not_taken(run_dir, capsys):
     text = path.read_text()
     assert text.count('"learning_rate": 0.1') == 1
     path.write_text(text.replace('"learning_rate": 0.1', '"learning_rate": 0.7'))
-    assert saved_config(run_dir, None, ["line"]).optimizer.learning_rate == 0.1
+    assert saved_config(run_dir, None, ["tests.line"]).optimizer.learning_rate == 0.1
 
 
 def test_where_none_is_whole_it_says_so(run_dir):
@@ -263,7 +261,7 @@ SAVE = """
 import sys
 import tempfile
 from pathlib import Path
-import line, saving
+from tests import line, saving
 from train.store.checkpoint_writer import Checkpoints
 
 with Checkpoints(Path(sys.argv[1]), 1) as checkpoints:
@@ -278,7 +276,7 @@ def test_what_is_saved_outlives_a_power_cut(tmp_path):
     source, library, synced = (tmp_path / name for name in ("s.c", "s.so", "synced"))
     source.write_text(SHIM)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "SYNCED": str(synced)}
+    env = {"PYTHONPATH": str(ROOT), "SYNCED": str(synced)}
     command = [sys.executable, "-c", SAVE, str(tmp_path / "run")]
     env = ENV | env | {"LD_PRELOAD": str(library)}
     subprocess.run(command, env=env, check=True, capture_output=True)

@@ -12,9 +12,9 @@ import typing
 from pathlib import Path
 
 import pytest
-import tiny
 
 from decentjax.distributed.rendezvous import MissingError
+from tests import tiny
 from train.__main__ import main as train_main
 from train.cli.command import command, sentence
 from train.cli.config_json import from_fields, read_config, to_json

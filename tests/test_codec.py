@@ -2,12 +2,10 @@
 
 import functools
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +39,7 @@ from decentjax.compression import (
 from decentjax.exchange import Topology
 from decentjax.rounds import Rounds, init_rounds, replace, round_step
 from decentjax.schedule import every, in_fragments
+from tests import hlo, oracles
 
 CODECS = {
     "float16": codec.float16(),

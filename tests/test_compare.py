@@ -9,15 +9,13 @@ import time
 from pathlib import Path
 
 import jax
-import job_line
-import line
 import numpy as np
 import pytest
-import tiny
-from paths import PLAIN, WAYS, Overflows, effect
 from scipy import stats
 
 from decentjax import __version__
+from tests import job_line, line, tiny
+from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
 from train.compare import _held_out, _varied, _with_fields, compare
 from train.config import (

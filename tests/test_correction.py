@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 
 from decentjax import (
@@ -39,6 +38,7 @@ from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import every, in_fragments
 from decentjax.updates import Gradient, LocalUpdate
+from tests import oracles
 
 N, D, ZERO = 6, 5, np.int64(0)
 GRAPH = topology.ring(N)

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import jax
-import job_line
 import numpy as np
 import pytest
 
 from decentjax import analysis, topology, worker_mesh
+from tests import job_line
 from train.config import (
     OptimizerConfig,
     ThinningPolicy,

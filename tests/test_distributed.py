@@ -17,13 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import job_line
 import numpy as np
 import pytest
-import rounds_line
-import tiny_numbers
 from jax._src.distributed import global_state
 
+from tests import job_line, rounds_line, tiny_numbers
 from train.config import (
     AutoExchange,
     BackgroundExchange,

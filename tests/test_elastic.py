@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parties import party_of, training
 from test_launch import wait_until
 from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
@@ -24,6 +23,7 @@ from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.membership import Living
 from decentjax.links import Links, Message, Piece, Said
 from decentjax.topology import matrices
+from tests.parties import party_of, training
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

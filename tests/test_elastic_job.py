@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 
-import line
 import numpy as np
 import pytest
 from test_distributed import ended, started
@@ -16,6 +15,7 @@ from test_launch import wait_until
 from test_peer_job import RING, alive, last_step, process_id, used
 from test_stop import small_disk
 
+from tests import line
 from train.chaos import jobs
 from train.cli.config_json import to_json
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig

@@ -14,9 +14,9 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-import tiny
 from test_launch import wait_until
 
+from tests import tiny
 from train.job.cores import _root
 from train.job.namespaces import EmulatedCluster, environment, parse_rate
 from train.run.loop import train

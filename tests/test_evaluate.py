@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
 
 from decentjax import mean_model
+from tests import tiny
 from train.__main__ import main as resume
 from train.checkpoint import main as export
 from train.evaluate import evaluate

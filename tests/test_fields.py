@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 
 from decentjax import topology
+from tests.paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 from train.cli.sections import KINDS, kind_of
 from train.config import (
     Config,

@@ -14,7 +14,6 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parties import party_of
 
 from decentjax import (
     adapt,
@@ -28,6 +27,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax._core.fingerprint import fingerprints
+from tests.parties import party_of
 
 ROOT = Path(__file__).parent.parent
 LONG = 240

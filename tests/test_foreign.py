@@ -11,7 +11,6 @@ import threading
 from typing import Any, NamedTuple
 
 import flax.linen
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,6 @@ from flax.training.train_state import TrainState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from parties import party_of
 
 from decentjax import (
     AXIS,
@@ -49,6 +47,8 @@ from decentjax import (
 )
 from decentjax._core.lens import find_lens
 from decentjax.compression import error_feedback
+from tests import hlo
+from tests.parties import party_of
 from tests.test_readme import ROOT
 
 STEPS = 5

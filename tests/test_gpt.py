@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from scipy import special
 
+from tests.record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from train.models.gpt import GPT, GPTConfig, start_cache, turned
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 from flax import nnx
-from record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from safetensors.numpy import load_file, save_file
 
+from tests import tiny
+from tests.record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from train.checkpoint import main
 from train.data.token_files import SEPARATOR, prepare_text
 from train.models.gpt import GPT, GPTConfig

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
-from parties import party_of
 
 from decentjax.links import Addresses, Links, Piece, Said, bell, handshake
 from decentjax.links.handshake import MAX_GUESTS, Handshakes, RefusedError
 from decentjax.links.transport import Transports
+from tests.parties import party_of
 
 LONG = 60.0  # Longer than any wait here should be.
 OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import jax
 import pytest
-from ipv6 import has_ipv6, needs_ipv6
 from test_emulate import needs_root
 
 from decentjax import distributed
 from decentjax.distributed.devices import own_gpus
 from decentjax.distributed.place import Place, find_place, variables_of
 from decentjax.process.address import is_loopback, split_address, to_address
+from tests.ipv6 import has_ipv6, needs_ipv6
 from train.launch import check_port
 
 ROOT = Path(__file__).parent.parent

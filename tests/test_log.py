@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_numbers
-from line import config as line
 
 import decentjax
 from decentjax import topology
+from tests import tiny_numbers
+from tests.line import config as line
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.tables import quantity
@@ -402,7 +402,7 @@ def shown_of(folder: Path) -> list[tuple[int, str]]:
 
 def values_once(run_dir: Path) -> list[int]:
     """Goes back to step 6 of 10, by the command, and on to 14; returns the steps."""
-    options = ["--trust", "line", "--step", "6", "--num-steps", "14"]
+    options = ["--trust", "tests.line", "--step", "6", "--num-steps", "14"]
     main(["--resume", str(run_dir), *options])
     trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
     assert trained == list(range(1, 15))
@@ -438,7 +438,9 @@ def test_where_a_run_goes_back_each_sink_has_each_step_once(tmp_path, monkeypatc
     assert steps == trained
     # One that goes on from its last step goes on in its own.
     num_rows = len(kept)
-    longer = dataclasses.replace(saved_config(tmp_path, None, ["line"]), num_steps=16)
+    longer = dataclasses.replace(
+        saved_config(tmp_path, None, ["tests.line"]), num_steps=16
+    )
     train(longer, tmp_path, Resume())
     assert {row[:2] for row in kept[num_rows:]} == {(second, 15), (second, 16)}
     train(longer, tmp_path, Resume(step=12))

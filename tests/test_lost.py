@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_wagma_peers
-from parties import party_of
 from test_handshake import until
 from test_peers import LONG, encoded, in_background, rounds_run, run
 
@@ -21,6 +20,7 @@ from decentjax.links import Links, Piece, Said, edge
 from decentjax.links.transport import Transport
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
+from tests.parties import party_of
 
 
 class Late(list):

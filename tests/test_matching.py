@@ -1,12 +1,12 @@
 """Matrices split into permutations, and graphs into rounds."""
 
 import numpy as np
-import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decentjax._core.birkhoff import birkhoff, edge_colouring
+from tests import oracles
 
 
 def _generator(seed):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +30,7 @@ from decentjax import (
 from decentjax.exchange import permutes_of
 from decentjax.schedule import every
 from decentjax.topology import matrices
+from tests import hlo
 
 ANY = (1, 2, 3, 5, 6, 7, 8, 12, 16)
 POWERS = (1, 2, 8, 16, 64)

@@ -4,12 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 
 import decentjax
@@ -29,6 +27,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from tests import hlo, oracles
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
 

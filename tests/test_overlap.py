@@ -5,13 +5,11 @@ import itertools
 import random
 from pathlib import Path
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from gpus import compiled, gpu_mesh, shapes
 from jax import lax
 
 from decentjax import (
@@ -28,6 +26,8 @@ from decentjax import (
     topology,
 )
 from decentjax.overlap import Accelerator, Collective, Network
+from tests import hlo
+from tests.gpus import compiled, gpu_mesh, shapes
 from train.xla import COMPILE_ONLY
 
 # A compiler without a device reads no program from the cache of compiled programs.

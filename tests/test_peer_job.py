@@ -13,13 +13,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import job_line
-import line
 import numpy as np
 import optax
 import pytest
-import tiny
-from ipv6 import has_ipv6
 from test_distributed import ENV, LONG, ROOT, ended, launch, relaunch, started
 from test_emulate import needs_root
 from test_launch import RUN_JOB, SAVE, read_pids, wait_until
@@ -27,6 +23,8 @@ from test_launch import start as launcher
 from test_resume import Growing
 
 from decentjax import WorkerState
+from tests import job_line, line, tiny
+from tests.ipv6 import has_ipv6
 from train.config import (
     AutoExchange,
     Config,
@@ -457,7 +455,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
     exchange = PeerExchange(elastic=True)
     for number, steps in ((0, 20), (1, 5)):
         train(as_process(number, 4, exchange=exchange, num_steps=steps), tmp_path)
-    found = read_trained(tmp_path, trust=("line",))
+    found = read_trained(tmp_path, trust=("tests.line",))
     assert list(found.workers) == [0]
     assert found.steps == (20,)
     said = capsys.readouterr().err
@@ -788,7 +786,7 @@ def test_the_devices_given_to_a_process_are_those_it_uses():
         "start_peer(as_process(0, 2))\n"
         "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
     )
-    env = {**ENV, "JAX_LOCAL_DEVICE_IDS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    env = {**ENV, "JAX_LOCAL_DEVICE_IDS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
     )

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from parties import training
 
 from decentjax import (
     gossip,
@@ -32,6 +31,7 @@ from decentjax.compression import error_feedback
 from decentjax.gossip import Butterfly, Elastic, Folder, Party, PeerRounds, Peers, Wagma
 from decentjax.gossip.layout import Layout
 from decentjax.links import Links, Piece
+from tests.parties import training
 
 LONG = 180.0
 STEPS = 5

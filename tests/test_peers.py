@@ -18,9 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ipv6 import needs_ipv6
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from parties import party_of
 
 from decentjax import (
     AXIS,
@@ -42,6 +40,8 @@ from decentjax.links import Links, Piece, Said, edge
 from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import every, in_fragments
+from tests.ipv6 import needs_ipv6
+from tests.parties import party_of
 from train.launch import check_port
 
 # Longer than any wait here should be, so that a deadlock is a failure.

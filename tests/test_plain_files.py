@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-import tiny
 
+from tests import tiny
 from train.checkpoint import main as checkpoint
 from train.cli.command import sentence
 from train.cli.config_json import read_config, to_json

@@ -6,11 +6,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import line
 import numpy as np
 import optax
 import pytest
-from hlo import collective_names
 from scipy import stats
 
 from decentjax import (
@@ -37,6 +35,8 @@ from decentjax.dispersion import (
     tensor_names,
     tensor_norms,
 )
+from tests import line
+from tests.hlo import collective_names
 from train.cli.sections import kind_of
 from train.config import (
     HoldingPolicy,

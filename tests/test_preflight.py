@@ -8,14 +8,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from gpus import compiled, shapes
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 
 from decentjax import AXIS, overlap, topology
 from decentjax.overlap import Network
+from tests import tiny
+from tests.gpus import compiled, shapes
 from train.__main__ import load_config
 from train.config import BackgroundExchange, InStepExchange, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig

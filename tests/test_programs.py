@@ -4,7 +4,8 @@ import zlib
 from pathlib import Path
 
 import jax
-import programs
+
+from tests import programs
 
 WHOLE = zlib.compress(bytes(range(200)))
 

@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import line
 import numpy as np
 import optax
 import pytest
@@ -21,6 +20,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from tests import line
 from train.config import AutoExchange, BackgroundExchange, StepConfig
 from train.run.loop import train
 from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parties import party_of
 from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
 from decentjax import adapt, init_state, methods, place, round_step, simulate, topology
@@ -42,6 +41,7 @@ from decentjax.gossip.quorum import (
 from decentjax.links import Links, Piece, Said
 from decentjax.rounds import Rounds, init_rounds
 from decentjax.schedule import every, in_fragments
+from tests.parties import party_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 6

@@ -7,13 +7,13 @@ import re
 import signal
 import sys
 
-import line
 import numpy as np
 import pytest
 from test_distributed import ended, started
 from test_launch import wait_until
 from test_peer_job import alive, last_step, process_id, used
 
+from tests import line
 from train.cli.config_json import is_elastic, read_fields
 from train.config import (
     QuorumExchange,

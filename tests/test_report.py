@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 from test_train import TINY
 
 from decentjax import runtime, topology
+from tests import tiny
 from train.cli.config_json import to_json
 from train.config import LogConfig, OptimizerConfig
 from train.figures.page import Section, write_page

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from record_peers import images, numbers, recorded
 
+from tests.record_peers import images, numbers, recorded
 from train.models.resnet import NormedConv, ResidualBlock, ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

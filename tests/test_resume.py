@@ -13,15 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import job_line
-import line
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from saving import state_of
 
 from decentjax import ScaleByAccumAdamState, WorkerState
+from tests import job_line, line
+from tests.saving import state_of
 from train.__main__ import main
 from train.checkpoint import named
 from train.cli.changes import with_changes
@@ -384,7 +383,9 @@ def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     """It may train for longer; then it is what a run from a checkpoint would be."""
-    config = dataclasses.replace(saved_config(run_dir, None, ["line"]), num_steps=30)
+    config = dataclasses.replace(
+        saved_config(run_dir, None, ["tests.line"]), num_steps=30
+    )
     assert train(config, run_dir, Resume()).step == 30
     changed = [row for row in read_metrics(run_dir) if "changed" in row]
     assert [(row["step"], row["changed"]) for row in changed] == [
@@ -903,7 +904,7 @@ def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
 def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
     config = dataclasses.replace(job_line.config, num_steps=3)
     train(config, tmp_path / "first")
-    mean = read_trained(tmp_path / "first", trust=["job_line"]).mean()[0]
+    mean = read_trained(tmp_path / "first", trust=["tests.job_line"]).mean()[0]
     wide = dataclasses.replace(
         config,
         workers=dataclasses.replace(config.workers, num_workers=2, workers_per_node=1),
@@ -926,7 +927,7 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
     grown = dataclasses.replace(config, task=Growing())
     first = tmp_path / "first"
     with pytest.raises(ValueError, match="the model to start from does not fit"):
-        train(grown, tmp_path / "third", init_from=first, trust=["job_line"])
+        train(grown, tmp_path / "third", init_from=first, trust=["tests.job_line"])
 
 
 def test_a_folder_with_a_run_is_not_overwritten(run_dir):
@@ -960,7 +961,7 @@ def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
 @pytest.mark.slow
 def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    options = ["--trust", "line", "--num-steps", "24"]
+    options = ["--trust", "tests.line", "--num-steps", "24"]
     main(["--resume", str(run_dir), *options, "--log.every-steps", "2"])
     assert steps(run_dir)[-1] == 24
     said = capsys.readouterr().out

@@ -6,12 +6,10 @@ import itertools
 import threading
 import warnings
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,6 +39,7 @@ from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 from decentjax.train_step import TrainStep
+from tests import hlo, oracles
 
 RATE = 0.1
 SGD = optax.sgd(RATE)

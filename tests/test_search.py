@@ -3,10 +3,10 @@
 import itertools
 import math
 
-import job_line
 import numpy as np
 import pytest
 
+from tests import job_line
 from train.study.search import FAILED, coordinates, nearest, search
 from train.study.tune import read_grid
 

@@ -5,9 +5,9 @@ import json
 import math
 
 import pytest
-import tiny
 
 from decentjax.gossip import AutoPatience
+from tests import tiny
 from train.__main__ import main
 from train.cli.changes import with_fields
 from train.cli.config_json import from_defaults, from_fields, to_json

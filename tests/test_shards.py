@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import slices
-import tiny
 from jax.sharding import NamedSharding, PartitionSpec
-from slices import config_of
 
 from decentjax import AXIS, worker_mesh
+from tests import slices, tiny
+from tests.slices import config_of
 from tests.test_readme import ROOT
 from train.advise import measure as measuring
 from train.cli.load import load_config

@@ -2,7 +2,6 @@
 
 import functools
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +44,7 @@ from decentjax import (
 )
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.topology import matrices
+from tests import hlo
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 EACH_KIND = pytest.mark.parametrize(

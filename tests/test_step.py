@@ -6,12 +6,10 @@ import logging
 import re
 from typing import NamedTuple
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -43,6 +41,7 @@ from decentjax import (
 )
 from decentjax.schedule import every
 from decentjax.updates import gradient
+from tests import hlo, oracles
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
 STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 import sacrebleu
-import tiny
 
+from tests import tiny
 from train.cli.config_json import from_fields, to_json
 from train.config import (
     Config,

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parties import party_of
 from test_distributed import ENV, LONG, ROOT, started
 
 from decentjax import gossip, worker_mesh
@@ -28,6 +27,7 @@ from decentjax.links.tunnel import (
     listen,
 )
 from decentjax.process.address import to_address
+from tests.parties import party_of
 from train.job.certificates import certificates
 
 IS_NEW = jax.__version_info__ >= (0, 12)

@@ -14,7 +14,6 @@ from typing import NamedTuple, get_args
 from xml.etree import ElementTree
 
 import numpy as np
-import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ import decentjax
 from decentjax import topology
 from decentjax.exchange import apply, permutes_of
 from decentjax.topology import Exchange, Groups, Permutations, Topology
+from tests import oracles
 from train.config import TopologyName
 
 SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16, 64)

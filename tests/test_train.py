@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 
 import jax
-import job_line
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tiny
 
 from decentjax import gossip, topology, worker_mesh
+from tests import job_line, tiny
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs

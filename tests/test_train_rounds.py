@@ -4,13 +4,12 @@ import dataclasses
 import functools
 
 import jax
-import line
 import numpy as np
 import pytest
-import rounds_line
 
 from decentjax.analysis import traffic
 from decentjax.topology import complete
+from tests import line, rounds_line
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,

@@ -5,8 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from record_peers import SIZES, SMALL_TRANSFORMER, SOURCE, TARGET, numbers, recorded
 
+from tests.record_peers import (
+    SIZES,
+    SMALL_TRANSFORMER,
+    SOURCE,
+    TARGET,
+    numbers,
+    recorded,
+)
 from train.models.transformer import Transformer, TransformerConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

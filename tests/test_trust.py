@@ -16,12 +16,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import tiny
 from test_distributed import ENV, ROOT, TRAIN, ended, of_run, started
 from test_emulate import needs_root
 from test_launch import wait_until
 from test_peer_job import as_process, last_step, process_id
 
+from tests import tiny
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json

@@ -118,7 +118,7 @@ def test_a_process_that_is_killed_again_and_again_keeps_its_record(tmp_path):
     start, kept = 0, []
     for seconds in (0.0, 0.03, 0.1):
         command = [sys.executable, "-c", DIES, str(tmp_path), str(start)]
-        env = {**ENV, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+        env = {**ENV, "PYTHONPATH": str(ROOT)}
         pipe = subprocess.PIPE
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe) as process:
             assert process.stdout is not None

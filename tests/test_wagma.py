@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 
 from decentjax import adapt, atc_step, awc_step, init_state, simulate, topology
 from decentjax.exchange import apply
+from tests import oracles
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parties import party_of
 
 from decentjax import adapt, init_state, place, topology
 from decentjax._core.joining import JOIN_BYTES
 from decentjax.gossip import Butterfly, Wagma, averages, means, replay
+from tests.parties import party_of
 
 LONG = 180.0
 RATE = 0.125
