@@ -3,7 +3,6 @@
 import dataclasses
 import html
 import io
-import json
 import math
 import re
 import shlex
@@ -19,6 +18,8 @@ import train.__main__
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
 from tests import tiny
+from tests.checkout import ROOT
+from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import advice_report, rank
 from train.advise.rank import (
@@ -33,7 +34,6 @@ from train.cli.progress import over
 from train.config import TopologyConfig, WorkersConfig
 from train.network import count, duration, rate, seconds
 
-ROOT = Path(__file__).parent.parent
 TINY_FILE = Path(tiny.__file__)
 MODEL = 4 * 65e6
 FREE = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
@@ -855,10 +855,6 @@ ASKED = [
     *("--nodes", "2", "--workers-per-node", "2", "--between", "25gbit"),
     *("--inside", "600gbit", "--compute", "65ms", "--params", "65M"),
 ]
-
-
-def advice_in(folder: Path) -> dict:
-    return json.loads((folder / "advice.json").read_text())
 
 
 def texts_of(path: Path) -> str:

@@ -11,11 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_advise import FREE, advice_in
 
 from decentjax import Lowering, runtime, topology, worker_mesh
 from decentjax.runtime import Cluster
 from tests import tiny
+from tests.checkout import ROOT
+from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import measure
 from train.advise.rank import Prediction, advise, fitting
@@ -23,8 +24,8 @@ from train.advise.rounds_advice import CODECS, EVERY
 from train.cli.sections import kind_of
 from train.config import TopologyConfig, WorkersConfig
 
-ROOT = Path(__file__).parent.parent
 TINY_FILE = Path(tiny.__file__)
+FREE = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
 # Without the tests' own devices and threads, and without optimization, as the speed of
 # the compiled programs is not tested.
 ENV = {k: v for k, v in os.environ.items() if k != "NPROC"}

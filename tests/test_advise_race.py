@@ -34,7 +34,6 @@ from train.config import (
     TopologyConfig,
 )
 
-ROOT = Path(__file__).parent.parent
 QUALITY = load_config(Path("quality_ring"))
 MODEL, COMPUTE = 4e6, 0.1
 

@@ -14,8 +14,6 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from test_emulate import needs_root, processes_with
-
 from benches.__main__ import main as bench_main
 from benches.race.contestants import (
     Contestant,
@@ -28,9 +26,11 @@ from benches.race.race_figure import draw_race
 from benches.race.race_report import Timing, bars, link_seconds, table
 from benches.race.turns import Load, WorkerTurn, serve
 from benches.runner import Runner
+from tests.checkout import ENV, ROOT
+from tests.jobs import processes_with
+from tests.machines import needs_root
 from train.job.namespaces import EmulatedCluster
 
-ROOT = Path(__file__).parent.parent
 RACE = [sys.executable, "-m", "benches", "race"]
 OURS = (
     "compute alone",
@@ -49,8 +49,6 @@ TINY = (
 # One model takes 0.04 s over this link.
 MODEL_BYTES = Load(layers=1, width=500, batch=1).model_bytes
 RATE = "200mbit"
-# The workers do not take over the tests' devices and threads.
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
 def race(*options: str, **env: str) -> subprocess.Popen[str]:

@@ -6,9 +6,8 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from test_emulate import needs_root
-
 from benches.swaps import COPY, NARROW, ONE, TWO, ExchangeBench, main, table
+from tests.machines import needs_root
 
 
 def row(way, seconds, num_bytes, rate="200mbit"):

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -44,6 +43,7 @@ from benches.runner import Runner
 from benches.train_steps import in_turns, our_step, plain_step, wrapped_step
 from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
 from tests import tiny
+from tests.checkout import ENV, ROOT
 from tests.gpus import compiled, gpu_mesh, shapes
 from train.run.build import build_state
 
@@ -52,10 +52,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Error reading persistent compilation cache"
 )
 
-ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "tiny.py"
-# The tests' own devices and threads are no matter of the processes.
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:

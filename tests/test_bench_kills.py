@@ -5,10 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from test_emulate import needs_root
+
+pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from benches.goodput_runs import GoodputRun, smoothed, time_to_loss
 from benches.kills import GoodputBench, main
+from tests.machines import needs_root
 
 
 def run(per_second, losses, seconds=100.0, back=5.0):

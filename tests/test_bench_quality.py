@@ -12,9 +12,6 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from test_bench import ENV, ROOT
-from test_emulate import needs_root
-
 from benches.quality.compared import ALL_REDUCE, DDP, METHODS, RING
 from benches.quality.curves import Curve, first_at, until, with_values
 from benches.quality.quality import (
@@ -28,6 +25,8 @@ from benches.quality.quality import (
 from benches.quality.quality_figure import draw_quality
 from benches.quality.quality_report import QualityResults, panels, tables
 from benches.quality.seconds import NetworkSetting
+from tests.checkout import ENV, ROOT
+from tests.machines import needs_root
 from train.cli.load import load_config
 
 FALLING = Curve(40, (10, 20, 30, 40), (4.0, 3.0, 2.5, 2.0))

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from test_handshake import GARBAGE, LONG, connect, goes_on, process, read_line, until
-from test_handshake import links as links_of
 
 from decentjax import gossip
 from decentjax.links import Folder, Links, Piece, links
 from decentjax.links.handshake import Handshakes
+from tests.handshakes import GARBAGE, LONG, connect, goes_on, process, read_line, until
+from tests.handshakes import links as links_of
 from tests.parties import party_of
 
 DAMAGED = {

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_distributed import LONG, ROOT, started
-from test_emulate import needs_root
+
+pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from tests import line
+from tests.checkout import ROOT
+from tests.jobs import LONG, started
+from tests.machines import needs_root
 from train.chaos import jobs, members
 from train.chaos.__main__ import Row, main, separated
 from train.chaos.faults import FAULTS, Bench

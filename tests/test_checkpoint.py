@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from test_distributed import ENV, LONG, ROOT
 
 from tests import line, saving, tiny
+from tests.checkout import ENV, ROOT
+from tests.jobs import LONG
 from train.checkpoint import main, named
 from train.run.loop import train
 from train.run.resume import Resume, saved_config

@@ -15,6 +15,7 @@ import pytest
 
 from decentjax.distributed.rendezvous import MissingError
 from tests import tiny
+from tests.checkout import ROOT
 from train.__main__ import main as train_main
 from train.cli.command import command, sentence
 from train.cli.config_json import from_fields, read_config, to_json
@@ -47,7 +48,6 @@ from train.tasks.ppo import PPOConfig
 from train.tasks.shipped import MODULES, shipped_task
 from train.tasks.text import TextTask
 
-ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "tests" / "tiny.py")
 HEAD = """
 from train.config import *

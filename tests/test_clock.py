@@ -5,7 +5,8 @@ import subprocess
 import time
 
 import pytest
-from test_distributed import LONG, ended, launch
+
+from tests.jobs import LONG, ended, launch
 
 DAY = 24 * 3600
 # Shifts the wall clock by the seconds in a file, and leaves the monotonic clock alone.

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_rounds import CURVATURE, RATE, initial, model, run, targets
 
 from decentjax import (
     AXIS,
@@ -40,6 +39,7 @@ from decentjax.exchange import Topology
 from decentjax.rounds import Rounds, init_rounds, replace, round_step
 from decentjax.schedule import every, in_fragments
 from tests import hlo, oracles
+from tests.quadratics import CURVATURE, RATE, initial, model, run, targets
 
 CODECS = {
     "float16": codec.float16(),

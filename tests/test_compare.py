@@ -466,8 +466,14 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
 def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
     file, out = tmp_path / "late.py", tmp_path / "out"
     file.write_text(
-        "import dataclasses\nfrom tests.test_compare import WAGMA, by_peers\n"
-        "config = dataclasses.replace(by_peers(WAGMA, 'wagma'), name='late')\n"
+        "import dataclasses\nfrom tests.job_line import config\n"
+        "from train.config import EvaluationConfig, GroupExchange, TopologyConfig\n"
+        "config = dataclasses.replace(\n"
+        "    config, name='late', num_steps=6, exchange=GroupExchange(),\n"
+        "    evaluation=EvaluationConfig(every_steps=4),\n"
+        "    step=dataclasses.replace(config.step, algorithm='atc'),\n"
+        "    topology=TopologyConfig(\n"
+        "        name='butterfly_groups', group_size=2, mean_every=4))\n"
     )
     with pytest.raises(ValueError, match=r"give --clock\.compute"):
         compare((file,), out=out)

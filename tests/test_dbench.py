@@ -15,6 +15,7 @@ import pytest
 
 from decentjax import analysis, topology, worker_mesh
 from tests import job_line
+from tests.checkout import ROOT
 from train.config import (
     OptimizerConfig,
     ThinningPolicy,
@@ -35,7 +36,7 @@ from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT, FILE = Path(__file__).parents[1], Path(job_line.__file__)
+FILE = Path(job_line.__file__)
 LINE = dataclasses.replace(
     job_line.config,
     num_steps=12,
@@ -318,9 +319,12 @@ def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
     file = tmp_path / "fails.py"
     file.write_text(
         "import dataclasses\n"
-        "from tests.test_dbench import LINE\n"
-        "rate = dataclasses.replace(LINE.optimizer, learning_rate=1e30)\n"
-        "config = dataclasses.replace(LINE, optimizer=rate)\n"
+        "from tests.job_line import config\n"
+        "from train.config import TopologyConfig, WorkersConfig\n"
+        "config = dataclasses.replace(\n"
+        "    config, num_steps=12, workers=WorkersConfig(num_workers=4),\n"
+        "    topology=TopologyConfig(name='ring'),\n"
+        "    optimizer=dataclasses.replace(config.optimizer, learning_rate=1e30))\n"
     )
     results = dbench(file, ("ring", "complete"), (4,), seeds=1, out=tmp_path / "out")
     assert [one.outcome for one in results] == [None, None]

@@ -11,9 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -22,6 +20,18 @@ import pytest
 from jax._src.distributed import global_state
 
 from tests import job_line, rounds_line, tiny_numbers
+from tests.checkout import ROOT
+from tests.jobs import (
+    CONFIG,
+    LONG,
+    TRAIN,
+    ended,
+    launch,
+    of_run,
+    read_until,
+    relaunch,
+    started,
+)
 from train.config import (
     AutoExchange,
     BackgroundExchange,
@@ -39,85 +49,7 @@ from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 from train.store.timeline import read_timelines
 
-ROOT = Path(__file__).parent.parent
 LINE = job_line.config
-TRAIN = [sys.executable, "-m", "train"]
-CONFIG = "tests/job_line.py"
-# Longer than any wait here should be, so that a hang is a failure.
-LONG = 200
-# The tests' own devices and threads are no matter of the processes.
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-
-
-@contextlib.contextmanager
-def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs, and that is killed where the test has not ended it."""
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ENV | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        except BaseException:
-            # For the report of the test; a child may hold the pipe open.
-            assert process.stdout is not None
-            os.set_blocking(process.stdout.fileno(), False)
-            print((process.stdout.buffer.read() or b"").decode(errors="replace"))
-            raise
-        finally:
-            process.kill()
-
-
-def launch(
-    processes: int, run_dir: Path, *options: str, config: str = CONFIG, **env: str
-):
-    launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes), config)
-    return started(*launcher, "--run-dir", str(run_dir), *options, **env)
-
-
-def relaunch(processes: int, run_dir: Path, *options: str):
-    launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes))
-    return started(*launcher, "--resume", str(run_dir), *options)
-
-
-def ended(process: subprocess.Popen[str]) -> str:
-    """What a process that ends well has printed."""
-    output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 0, output
-    return output
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdout is not None
-    lines = []
-    timer = threading.Timer(LONG, process.kill)
-    timer.start()
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if words in line:
-                return
-    finally:
-        timer.cancel()
-    pytest.fail("".join(lines))
-
-
-def of_run(run_dir: Path) -> dict[int, int]:
-    """The processes of a run that live: process id by number."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if str(run_dir) in words and "--distributed.process-id" in words:
-            number = words[words.index("--distributed.process-id") + 1]
-            found[int(number)] = int(path.name)
-    return found
 
 
 def arrays(run_dir: Path, config=LINE) -> list[np.ndarray]:

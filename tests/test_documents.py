@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.checkout import ROOT
 from train.data import text_files
 from train.data.documents import TextFiles
 from train.data.pairs import ParallelFiles
@@ -21,7 +22,6 @@ from train.data.token_files import prepare_text, read_text_files, read_tokens
 from train.data.vocabulary import load_vocabulary, pieces, train_vocabulary
 from train.prepare import main
 
-ROOT = Path(__file__).parent.parent
 TEXTS = [f"Text {i}: größer\n[als], {{{i * i}}} 😀\u2028" for i in range(40)]
 ROWS = [{"id": i, "text": text, "url": "http://a.b"} for i, text in enumerate(TEXTS)]
 LINES = "\n".join(map(json.dumps, ROWS)).encode()

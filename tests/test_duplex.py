@@ -1,21 +1,17 @@
 """In two threads, one for each direction of a link, the same numbers come."""
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from decentjax import worker_mesh
 from decentjax.gossip import duplex
 from decentjax.gossip.duplex import is_duplex
-
-ROOT = Path(__file__).parent.parent
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+from tests.checkout import ENV, ROOT
 
 
 @pytest.mark.slow

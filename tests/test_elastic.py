@@ -1,6 +1,5 @@
 """Peers that come and go: the graph over the living, joiners, quorum and silence."""
 
-import concurrent.futures
 import functools
 import itertools
 import json
@@ -14,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_launch import wait_until
-from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
 from decentjax import adapt, init_state, place, topology
 from decentjax.exchange import among, apply
@@ -23,7 +20,8 @@ from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.membership import Living
 from decentjax.links import Links, Message, Piece, Said
 from decentjax.topology import matrices
-from tests.parties import party_of, training
+from tests.jobs import read_step, spawn, wait_until
+from tests.parties import LOCAL, LONG, in_threads, loss_fn, party_of, training
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -84,7 +82,7 @@ class Process:
 
     def line(self, step=0):
         """Step, time, mean, whose models it mixes, and who lives, from a step on."""
-        step, now, _, mean, *rest = read_until(self.popen, step)
+        step, now, _, mean, *rest = read_step(self.popen, step)
         peers, alive = json.loads(f"[{' '.join(rest)[1:-1]}]")
         return int(step), float(now), float(mean), set(peers), set(alive)
 
@@ -218,8 +216,7 @@ def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
             both_done.wait(LONG)
         return peers.apart(), float(state.params["scalar"][0])
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(one, range(2)))
+    found = in_threads(one, 2)
     apart = math.sqrt(6 + 2**2)
     np.testing.assert_allclose(found, [(apart, 1), (apart, 1)], rtol=1e-6)
 

@@ -9,13 +9,11 @@ import sys
 
 import numpy as np
 import pytest
-from test_distributed import ended, started
-from test_emulate import needs_root
-from test_launch import wait_until
-from test_peer_job import RING, alive, last_step, process_id, used
-from test_stop import small_disk
 
 from tests import line
+from tests.jobs import RING, ended, started, wait_until
+from tests.machines import needs_root, small_disk
+from tests.run_folders import alive, last_step, process_id, used
 from train.chaos import jobs
 from train.cli.config_json import to_json
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig

@@ -14,26 +14,19 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from test_launch import wait_until
-
 from tests import tiny
+from tests.checkout import ROOT
+from tests.jobs import processes_with, wait_until
+from tests.machines import needs_root
 from train.job.cores import _root
 from train.job.namespaces import EmulatedCluster, environment, parse_rate
 from train.run.loop import train
 from train.store.log import read_metrics
 
-ROOT = Path(__file__).parent.parent
 EMULATE = [sys.executable, "-m", "train.emulate"]
 # Programs of a few steps: their compilation is most of a job's time.
 ENV = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
-needs_root = pytest.mark.skipif(
-    subprocess.run(
-        ["unshare", "--net", "--mount", "true"], capture_output=True
-    ).returncode
-    != 0,
-    reason="needs root for network namespaces",
-)
 
 DESCRIBE = """
 import json, os, socket, sys
@@ -123,18 +116,6 @@ def seconds(options: str, transfers: list[tuple[int, int]], num_bytes: int) -> f
     times = [line.split()[1:] for line in job.stdout.splitlines()]
     assert len(times) == len(transfers)
     return max(float(end) for _, end in times) - min(float(begin) for begin, _ in times)
-
-
-def processes_with(marker: str) -> list[int]:
-    """Returns the processes that have a marker in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # It has ended, or is not ours.
-            continue
-    return found
 
 
 def is_held(namespace: int) -> bool:

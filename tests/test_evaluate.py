@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 
 from decentjax import mean_model
 from tests import tiny
+from tests.checkout import ROOT
 from train.__main__ import main as resume
 from train.checkpoint import main as export
 from train.evaluate import evaluate
@@ -28,8 +28,6 @@ from train.tasks.digits import DigitsTask
 from train.tasks.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import decentjax
-from tests.test_readme import ROOT, public_names
+from tests.checkout import ROOT
+from tests.pages import public_names
 
 PUBLIC = {name: operator.attrgetter(name)(decentjax) for name in sorted(public_names())}
 # An empty namespace: an example imports what it uses.

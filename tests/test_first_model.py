@@ -5,7 +5,6 @@ import functools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +26,9 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax._core.fingerprint import fingerprints
+from tests.checkout import ROOT
 from tests.parties import party_of
 
-ROOT = Path(__file__).parent.parent
 LONG = 240
 
 

@@ -48,8 +48,8 @@ from decentjax import (
 from decentjax._core.lens import find_lens
 from decentjax.compression import error_feedback
 from tests import hlo
-from tests.parties import party_of
-from tests.test_readme import ROOT
+from tests.checkout import ROOT
+from tests.parties import in_threads, party_of
 
 STEPS = 5
 OPTIMIZER = optax.adam(1e-2)
@@ -209,8 +209,7 @@ def test_a_wrapped_step_exchanges_between_peers(tmp_path):
             return jax.device_get(step.states(state).params)
 
     done = threading.Barrier(3)
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(work, range(3), timeout=200))
+    found = in_threads(work, 3)
     ended = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
     assert_close(ended, of_library(graph))
 

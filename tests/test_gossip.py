@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import gc
-import os
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -38,6 +36,7 @@ from decentjax import (
 )
 from decentjax.gossip import pipeline
 from decentjax.gossip.thread_port import Carrier
+from tests.checkout import ENV, ROOT
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 60.0
@@ -461,11 +460,6 @@ def test_two_train_steps_in_turn_share_one_thread_and_keep_their_numbers():
     order = [(t, who) for t, who, _ in notes]
     assert len(order) == 2 * 5 * 3
     assert [who for t, who in order if t > 1] == 3 * [0, 0, 0, 1, 1, 1]
-
-
-ROOT = Path(__file__).parent.parent
-# The tests' own devices and threads are no matter of the processes.
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
 @pytest.mark.slow

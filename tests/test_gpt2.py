@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from train.tasks.text import TextTask
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT = Path(__file__).parent.parent
 SIZES = {**SMALL_GPT, "width": 16}
 OURS = GPTConfig(**SIZES, init_std=0.5)
 GPT2 = dataclasses.replace(OURS, bias=True, norm_epsilon=1e-2)

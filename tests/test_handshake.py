@@ -6,7 +6,6 @@ import resource
 import socket
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,71 +14,24 @@ import pytest
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from decentjax.links import Addresses, Links, Piece, Said, bell, handshake
+from decentjax.links import Addresses, Links, Said, bell, handshake
 from decentjax.links.handshake import MAX_GUESTS, Handshakes, RefusedError
 from decentjax.links.transport import Transports
+from tests.handshakes import (
+    GARBAGE,
+    LONG,
+    OURS,
+    SHAPE,
+    THEIRS,
+    connect,
+    goes_on,
+    link_of,
+    links,
+    process,
+    read_line,
+    until,
+)
 from tests.parties import party_of
-
-LONG = 60.0  # Longer than any wait here should be.
-OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"
-SHAPE = Piece((3,), jnp.float32)
-
-
-@contextlib.contextmanager
-def links(folder: Path, worker: int, secret: bytes | None = OURS, count: int = 2):
-    party = party_of(folder, [worker], digest="digest", secret=secret)
-    one = Links(party, count, [[SHAPE]])
-    try:
-        yield one
-    finally:
-        one.close()
-
-
-@contextlib.contextmanager
-def process(secret: bytes = OURS, digest: str = "digest"):
-    """Handshakes of a process with worker 0, whose links are the addresses."""
-    one = Handshakes("127.0.0.1", secret, digest, lambda _: "there", link_of)
-    try:
-        one.answer([0], life=7)
-        yield one
-    finally:
-        one.close()
-
-
-def link_of(worker: int, address: str) -> str:
-    del worker
-    return address
-
-
-def until(condition) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def connect(address: str) -> socket.socket:
-    host, port = address.split(":")
-    return socket.create_connection((host, int(port)), timeout=LONG)
-
-
-def read_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        data = connection.recv(1)
-        assert data, "disconnected"
-        line += data
-    return line
-
-
-def goes_on(reader: Links, writer: Links, step: int) -> bool:
-    """Whether worker 0 gets the model that worker 1 leaves."""
-    writer.meet([0], time.monotonic() + LONG)
-    reader.meet([1], time.monotonic() + LONG)
-    model = jax.device_put(jnp.full(3, float(step)), jax.devices()[1])
-    writer.publish(1, 0, 0, [model], Said(step))
-    message = reader.wait(0, 1, 0, step, time.monotonic() + LONG)
-    return message is not None and float(message.arrays[0][0]) == step
 
 
 @pytest.mark.parametrize(
@@ -190,20 +142,6 @@ def test_a_proof_is_not_sent_back_to_its_sender():
             guest.sendall(json.dumps(back).encode() + b"\n")
             with pytest.raises(RefusedError, match="not have this run's secret"):
                 asked.result(LONG)
-
-
-GARBAGE = [
-    b"",
-    b"\n",
-    b"\0" * 100,
-    b"\xff" * 100_000,
-    b"GET / HTTP/1.0\r\n\r\n",
-    b"[" * 4000 + b"\n",
-    b'{"nonce": 1}\n',
-    b'{"nonce": "\\ud800", "says": "{}", "mac": "\\ud800"}\n',
-    b'{"nonce": "0", "says": "{}", "mac": "0"}\n',
-    b"1" * 4094 + b"\n",
-]
 
 
 def test_garbage_and_silence_harm_and_block_nobody(tmp_path):

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,20 +12,19 @@ from pathlib import Path
 
 import jax
 import pytest
-from test_emulate import needs_root
 
 from decentjax import distributed
 from decentjax.distributed.devices import own_gpus
 from decentjax.distributed.place import Place, find_place, variables_of
 from decentjax.process.address import is_loopback, split_address, to_address
+from tests import checkout
+from tests.checkout import ROOT
 from tests.ipv6 import has_ipv6, needs_ipv6
+from tests.machines import needs_root
 from train.launch import check_port
 
-ROOT = Path(__file__).parent.parent
 LONG = 200  # Longer than any wait here should be, so that a hang is a failure.
-# The tests' own devices and threads are no matter of the processes.
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-ENV["PYTHONPATH"] = str(ROOT)
+ENV = checkout.ENV | {"PYTHONPATH": str(ROOT)}
 LAUNCH = ("-m", "decentjax", "launch", "-n")
 
 

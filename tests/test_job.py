@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_distributed import CONFIG, LONG, read_until, started
-from test_launch import lives, wait_until
 
 from decentjax.distributed.place import Place
 from decentjax.distributed.rendezvous import rendezvous
+from tests.jobs import CONFIG, LONG, lives, read_until, started, wait_until
 from train.launch import check_port
 
 

@@ -1,6 +1,5 @@
 """Several processes as one job: real processes, real signals."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
+from tests.jobs import RUN_JOB, SAVE, job_of, lives, read_lines, read_pids, wait_until
 from train.job.restarts import TRIES
 from train.job.signals import REPEAT_SECONDS
 from train.launch import (
@@ -28,31 +28,7 @@ from train.launch import (
     read,
 )
 
-ROOT = Path(__file__).parent.parent
-RUN_JOB = """
-import sys
-from train.job.processes import Process, run_job
-
-processes = [
-    Process(str(i), [sys.executable, "-c", code], {"ME": str(i)})
-    for i, code in enumerate(sys.argv[1:])
-]
-sys.exit(run_job(processes).code)
-"""
 SLEEP = "import os, time; print('pid', os.getpid()); time.sleep(300)"
-SAVE = """
-import os, signal, sys, time
-
-def save(signum, frame):
-    time.sleep(0.3)
-    print("saved")
-    sys.exit()
-
-signal.signal(signal.SIGTERM, save)
-print("pid", os.getpid())
-while True:  # A signal just before a sleep is handled after it.
-    time.sleep(0.1)
-"""
 DEAF = """
 import os, signal, time
 
@@ -62,55 +38,11 @@ time.sleep(300)
 """
 
 
-@contextlib.contextmanager
-def start(
-    *codes: str, program: str = RUN_JOB, stderr: int = subprocess.STDOUT
-) -> Iterator[subprocess.Popen]:
-    """Starts a job, and kills it where the test has not ended it."""
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *codes],
-        cwd=ROOT,
-        env={k: value for k, value in os.environ.items() if k != "PYTHONUNBUFFERED"},
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-    ) as job:
-        try:
-            yield job
-        finally:
-            job.kill()
-
-
 def run(*codes: str) -> tuple[int, list[str]]:
     """Returns the exit code and the lines of a job."""
-    with start(*codes) as job:
+    with job_of(*codes) as job:
         out, _ = job.communicate(timeout=100)
     return job.returncode, out.decode().split("\n")[:-1]
-
-
-def read_pids(job: subprocess.Popen, count: int) -> list[int]:
-    """Returns the ids that `count` processes of a job print when they are ready."""
-    return [int(line.split()[-1]) for line in read_lines(job, count)]
-
-
-def read_lines(job: subprocess.Popen, count: int) -> list[bytes]:
-    assert job.stdout is not None
-    return [job.stdout.readline() for _ in range(count)]
-
-
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Longer than any wait in a run, such as a minute for the state of a peer."""
-    deadline = time.monotonic() + 150
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_each_line_is_whole_and_says_whose_it_is():
@@ -123,7 +55,7 @@ def test_each_line_is_whole_and_says_whose_it_is():
 
 
 def test_lines_arrive_while_the_process_runs():
-    with start("import time; print('now'); time.sleep(300)") as job:
+    with job_of("import time; print('now'); time.sleep(300)") as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"[0] now\n"
 
@@ -152,14 +84,14 @@ def test_progress_that_comes_in_pieces_ends_as_one_line():
 def test_a_folder_need_not_be_text():
     line = b"config; folder caf\xe9\n"
     code = f"import sys; sys.stdout.buffer.write({line!r})"
-    with start(code) as job:
+    with job_of(code) as job:
         assert job.communicate(timeout=100)[0] == b"[0] " + line
     assert job.returncode == 0
 
 
 def test_bytes_that_are_no_text_pass():
     code = "import os; os.write(1, b'\\xff\\n')"
-    with start(code) as job:
+    with job_of(code) as job:
         assert job.communicate(timeout=100)[0] == b"[0] \xff\n"
 
 
@@ -217,7 +149,7 @@ def test_a_failure_names_the_last_step_that_was_printed():
 
 
 def test_a_killed_process_gives_128_and_the_signal():
-    with start(SLEEP, SLEEP) as job:
+    with job_of(SLEEP, SLEEP) as job:
         pids = read_pids(job, 2)
         os.kill(pids[0], signal.SIGKILL)
         out, _ = job.communicate(timeout=100)
@@ -249,7 +181,7 @@ def test_after_a_failure_the_others_are_asked_then_killed():
 def test_a_signal_to_the_launcher_lets_all_save(signum):
     # So long that a busy machine cannot come in between.
     program = f"import train.job.signals as p\np.REPEAT_SECONDS = 60.0\n{RUN_JOB}"
-    with start(SAVE, SAVE, program=program) as job:
+    with job_of(SAVE, SAVE, program=program) as job:
         read_pids(job, 2)
         job.send_signal(signum)
         time.sleep(0.05)
@@ -266,7 +198,7 @@ LATE = SAVE.replace(
 
 def test_no_signal_comes_before_the_handlers_of_who_takes_them_itself():
     program = RUN_JOB.replace('{"ME": str(i)}', '{"ME": str(i)}, is_ready=False')
-    with start(LATE, program=program) as job:
+    with job_of(LATE, program=program) as job:
         assert read_lines(job, 1) == [b"[0] begins\n"]
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=100)
@@ -276,7 +208,7 @@ def test_no_signal_comes_before_the_handlers_of_who_takes_them_itself():
 
 def test_who_has_not_saved_within_the_grace_is_killed():
     program = RUN_JOB.replace("run_job(processes)", "run_job(processes, grace=1.5)")
-    with start(SAVE, DEAF, program=program) as job:
+    with job_of(SAVE, DEAF, program=program) as job:
         pids = read_pids(job, 2)
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=100)
@@ -287,7 +219,7 @@ def test_who_has_not_saved_within_the_grace_is_killed():
 
 def test_under_nohup_a_terminal_may_close():
     code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{RUN_JOB}"
-    with start(SAVE, program=code) as job:
+    with job_of(SAVE, program=code) as job:
         (pid,) = read_pids(job, 1)
         job.send_signal(signal.SIGHUP)
         time.sleep(0.5)
@@ -320,7 +252,7 @@ while True:
 def test_when_nobody_reads_all_save_and_no_word_is_said(signum, tmp_path, monkeypatch):
     """Also where the terminal has gone, which is a signal and a closed output."""
     monkeypatch.setenv("SAVED", str(tmp_path / "saved"))
-    with start(CHATTY, CHATTY, stderr=subprocess.PIPE) as job:
+    with job_of(CHATTY, CHATTY, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stderr is not None
         ready: set[bytes] = set()
@@ -354,7 +286,7 @@ def test_who_is_started_while_a_signal_comes_is_told_too():
         "train.job.processes._Child.__init__ = told\n"
         "sys.exit(",
     )
-    with start(SLEEP, SLEEP, SLEEP, program=program) as job:
+    with job_of(SLEEP, SLEEP, SLEEP, program=program) as job:
         job.communicate(timeout=100)
     assert job.returncode == 128 + signal.SIGTERM
 
@@ -383,7 +315,7 @@ def test_a_peer_that_fails_at_once_is_started_again_after_a_pause(
     program = program.replace(
         "processes = [", "train.job.restarts.LONGEST_PAUSE = 1.0\nprocesses = ["
     )
-    with start("print('whole')", FAILS, program=program) as job:
+    with job_of("print('whole')", FAILS, program=program) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
     lines = out.decode().splitlines()
@@ -427,7 +359,7 @@ def in_a_loop(tmp_path, monkeypatch, more: str) -> tuple[int, str, int]:
         " time.sleep(0.1)\ntime.sleep(0.5); print('whole')"
     )
     (tmp_path / "starts").touch()
-    with start(waits, LOOPS.replace("# more", more), program=program) as job:
+    with job_of(waits, LOOPS.replace("# more", more), program=program) as job:
         out, _ = job.communicate(timeout=100)
     return job.returncode, out.decode(), len((tmp_path / "starts").read_text())
 
@@ -469,7 +401,7 @@ def test_a_peer_that_fails_in_another_way_or_has_saved_is_started_again(
 def test_a_warning_that_nobody_reads_ends_no_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("SAVED", str(tmp_path / "saved"))
     program = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
-    with start(CHATTY, "import time; time.sleep(3); 1 / 0", program=program) as job:
+    with job_of(CHATTY, "import time; time.sleep(3); 1 / 0", program=program) as job:
         read_pids(job, 1)
         assert job.stdout is not None
         job.stdout.close()  # The standard error is the same pipe.
@@ -479,13 +411,13 @@ def test_a_warning_that_nobody_reads_ends_no_peer(tmp_path, monkeypatch):
 
 
 def test_a_terminals_ctrl_c_comes_to_the_launcher_alone():
-    with start(SLEEP, SLEEP) as job:
+    with job_of(SLEEP, SLEEP) as job:
         pids = read_pids(job, 2)
         assert {os.getsid(pid) for pid in pids} == set(pids)
 
 
 def test_a_second_signal_kills_at_once():
-    with start(DEAF, DEAF) as job:
+    with job_of(DEAF, DEAF) as job:
         pids = read_pids(job, 2)
         job.send_signal(signal.SIGINT)
         time.sleep(1.5 * REPEAT_SECONDS)
@@ -497,7 +429,7 @@ def test_a_second_signal_kills_at_once():
 
 
 def test_a_killed_launcher_leaves_no_child():
-    with start(DEAF, DEAF) as job:
+    with job_of(DEAF, DEAF) as job:
         pids = read_pids(job, 2)
         job.kill()
         wait_until(lambda: not any(map(lives, pids)))
@@ -529,7 +461,7 @@ from train.job.processes import Process, supervise
 
 count = itertools.count(1)
 
-def start():
+def job_of():
     env = {"START": str(next(count))}
     return [
         Process(str(i), [sys.executable, "-c", code], env)
@@ -541,7 +473,7 @@ sys.exit(supervise(start, 2))
 
 
 def supervised(*codes: str) -> tuple[int, list[str]]:
-    with start(*codes, program=SUPERVISE) as job:
+    with job_of(*codes, program=SUPERVISE) as job:
         out, _ = job.communicate(timeout=100)
     return job.returncode, out.decode().splitlines()
 
@@ -601,7 +533,7 @@ def test_what_would_end_so_again_is_not_started_again(code):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_who_is_asked_to_end_is_not_started_again(signum):
-    with start(SAVE.replace("sys.exit()", "sys.exit(70)"), program=SUPERVISE) as job:
+    with job_of(SAVE.replace("sys.exit()", "sys.exit(70)"), program=SUPERVISE) as job:
         read_pids(job, 1)
         job.send_signal(signum)
         out, _ = job.communicate(timeout=100)
@@ -640,7 +572,7 @@ def test_the_processes_run_the_module_that_was_asked_for(
     begun = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        "train.launch.supervise", lambda start, *_: begun.extend(start())
+        "train.launch.supervise", lambda start, *_: begun.extend(job_of())
     )
     main(["-n", "2", *arguments.split()])
     places = []
@@ -771,7 +703,7 @@ def test_a_lost_process_of_a_script_starts_the_whole_job_again(script, tmp_path)
 def test_a_signal_reaches_all_processes_of_a_script(signum, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SAVE)
-    with start("-n", "2", str(path), program=WITHOUT_EXTRAS) as job:
+    with job_of("-n", "2", str(path), program=WITHOUT_EXTRAS) as job:
         read_pids(job, 2)
         job.send_signal(signum)
         out, _ = job.communicate(timeout=100)

@@ -23,6 +23,7 @@ import pytest
 import decentjax
 from decentjax import topology
 from tests import tiny_numbers
+from tests.checkout import ROOT
 from tests.line import config as line
 from train.__main__ import main
 from train.cli.command import sentence
@@ -50,7 +51,6 @@ from train.targets import peak_flops
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT = Path(__file__).parent.parent
 # Ten steps, without TensorBoard.
 SHORT = dataclasses.replace(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
 
@@ -683,11 +683,15 @@ def test_tensorboard_has_each_metric_by_its_name(tmp_path, capsys):
 def test_trackio_keeps_the_rows_on_this_machine(tmp_path):
     pytest.importorskip("trackio")
     code = (
-        "from pathlib import Path\n"
-        "from test_log import with_log, train, read_facts\n"
+        "import dataclasses\nfrom pathlib import Path\n"
+        "from tests.line import config\n"
+        "from train.config import LogConfig\n"
+        "from train.run.loop import train\n"
+        "from train.run.run_info import read_facts\n"
         "from trackio.sqlite_storage import SQLiteStorage\n"
         f"folder = Path({str(tmp_path / 'run')!r})\n"
-        "train(with_log(sinks=('trackio',)), folder)\n"
+        "log = LogConfig(every_steps=1, sinks=('trackio',))\n"
+        "train(dataclasses.replace(config, num_steps=10, log=log), folder)\n"
         "name = 'line-' + read_facts(folder)['id']\n"
         "logs = SQLiteStorage.get_logs('decentjax', name)\n"
         "import json\n"
@@ -697,7 +701,7 @@ def test_trackio_keeps_the_rows_on_this_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")},
-        cwd=ROOT / "tests",
+        cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,

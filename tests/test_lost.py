@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_wagma_peers
-from test_handshake import until
-from test_peers import LONG, encoded, in_background, rounds_run, run
 
 from decentjax import topology
 from decentjax.codec import int8
@@ -20,7 +17,16 @@ from decentjax.links import Links, Piece, Said, edge
 from decentjax.links.transport import Transport
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
-from tests.parties import party_of
+from tests.handshakes import until
+from tests.parties import (
+    LONG,
+    encoded,
+    groups_run,
+    in_background,
+    party_of,
+    peers_run,
+    rounds_run,
+)
 
 
 class Late(list):
@@ -198,7 +204,7 @@ def test_peers_that_wait_have_the_same_numbers_whatever_is_lost(way, lossy, tmp_
     lossy(one_in(4))
     graph = topology.ring(3)
     wanted = in_background(graph)
-    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), way=way)):
+    for worker, (found, used) in enumerate(peers_run(graph, Folder(tmp_path), way=way)):
         for got, want in zip(found, wanted, strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_array_equal(x[0], y[worker])
@@ -223,7 +229,7 @@ def test_a_mean_of_groups_misses_no_model_whatever_is_lost(lossy, tmp_path):
     lossy(one_in(3))
     begin = time.monotonic()
     groups = Butterfly(4, 2, 2)
-    results = test_wagma_peers.run(tmp_path, groups, 6, patience=LONG)
+    results = groups_run(tmp_path, groups, 6, patience=LONG)
     for step in (1, 3, 5):
         for found, used in results:
             assert [x.peer for x in used[step].models] == [0, 1, 2, 3]

@@ -12,7 +12,7 @@ import pytest
 
 from tests import mutants
 from tests.bugs import bugs_of
-from tests.test_readme import ROOT
+from tests.checkout import ROOT
 
 BUGS = [
     ("if a < b:\n    f()", "boundary", "if a <= b:\n    f()"),

@@ -18,15 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from PIL import Image
 
 from decentjax import over_workers, worker_mesh
+from tests import rooms
 from train.__main__ import main
 from train.cli.load import load_config
 from train.config import (
-    CheckpointConfig,
-    Config,
-    EvaluationConfig,
     InStepExchange,
-    LogConfig,
-    OptimizerConfig,
     StepConfig,
     WorkersConfig,
 )
@@ -60,49 +56,17 @@ from train.tasks.grid_world import (
     unpack,
 )
 from train.tasks.navigate import NavigateTask
-from train.tasks.ppo import PPOConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-ROOT = Path(__file__).parent.parent
+SMALL = rooms.config.task
 METHODS = ("wagma", "peers", "dadam_aer", "sgp", "local_sgd", "allreduce")
-SMALL = NavigateTask(
-    model=NavigatorConfig(channels=2, width=8),
-    ppo=PPOConfig(epochs=2),
-    environments=4,
-    horizon=32,
-    sizes=(7, 9),
-    num_maps=12,
-    num_held_out=6,
-    per_map=4,
-    num_eval_episodes=8,
-)
-
-
-def run_of(**changes) -> Config:
-    whole = Config(
-        name="rooms",
-        num_steps=10,
-        task=SMALL,
-        workers=WorkersConfig(num_workers=2),
-        step=StepConfig(batch_per_worker=2),
-        optimizer=OptimizerConfig(name="adam", warmup_steps=1, weight_decay=0.0),
-        evaluation=EvaluationConfig(every_steps=5),
-        checkpoint=CheckpointConfig(every_steps=6, num_kept=9),
-        log=LogConfig(every_steps=1),
-    )
-    return dataclasses.replace(whole, **changes)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, quick_compile):
     """A short run by the command, with its results and its page."""
     run_dir = tmp_path_factory.mktemp("runs") / "rooms"
-    file = run_dir.parent / "rooms.py"
-    file.write_text(
-        f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
-        "from test_navigate import run_of\nconfig = run_of()\n"
-    )
-    main([str(file), "--run-dir", str(run_dir)])
+    main([rooms.__file__, "--run-dir", str(run_dir)])
     return run_dir
 
 
@@ -370,7 +334,7 @@ def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
 @pytest.mark.nightly
 def test_a_run_resumes_bit_for_bit_amid_an_iteration(tmp_path):
     """Step 6 is the third of four: the episodes are those of the checkpoint."""
-    config = run_of()
+    config = rooms.config
     whole = train(config, tmp_path / "run").state
     again = train(config, tmp_path / "run", Resume(step=6)).state
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
@@ -388,7 +352,9 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     saved = read_trained(finished, step=6)
-    config = run_of(workers=WorkersConfig(num_workers=num_workers), num_steps=7)
+    config = dataclasses.replace(
+        rooms.config, workers=WorkersConfig(num_workers=num_workers), num_steps=7
+    )
     resume = Resume(step=6, changes=("num_steps",), workers=how)
     state = train(config, run_dir, resume).state
     for place in range(num_workers):
@@ -495,5 +461,5 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
 )
 def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        train(run_of(**changes), tmp_path / "run")
+        train(dataclasses.replace(rooms.config, **changes), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

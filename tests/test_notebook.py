@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_readme import ENV, ROOT
+from tests.checkout import ENV, ROOT
 
 
 def printed_and_drawn(path: Path) -> list[list[str]]:

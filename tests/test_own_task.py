@@ -18,6 +18,7 @@ import optax
 import pytest
 
 from decentjax import topology
+from tests.checkout import ROOT
 from train.__main__ import main
 from train.cli.config_json import from_fields, sources, to_json
 from train.cli.load import load_config
@@ -45,7 +46,6 @@ from train.tasks.shipped import is_shipped
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Headline, Task
 
-ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "guides" / "own-task.md").read_text()
 EXAMPLE, MORE = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 SHORT = ("--num-steps", "20", "--optimizer.warmup-steps", "2")

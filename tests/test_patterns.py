@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.test_readme import ROOT
+from tests.checkout import ROOT
 
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 IDS = [path.stem for path in EXAMPLES]

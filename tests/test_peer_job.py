@@ -16,18 +16,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_distributed import ENV, LONG, ROOT, ended, launch, relaunch, started
-from test_emulate import needs_root
-from test_launch import RUN_JOB, SAVE, read_pids, wait_until
-from test_launch import start as launcher
-from test_resume import Growing
 
 from decentjax import WorkerState
 from tests import job_line, line, tiny
+from tests.checkout import ENV, ROOT
 from tests.ipv6 import has_ipv6
+from tests.jobs import (
+    LONG,
+    RING,
+    RUN_JOB,
+    SAVE,
+    ended,
+    job_of,
+    launch,
+    read_pids,
+    relaunch,
+    started,
+    wait_until,
+)
+from tests.line import Growing, as_process
+from tests.machines import needs_root
+from tests.run_folders import alive, last_step, process_id, used
 from train.config import (
     AutoExchange,
-    Config,
     DistributedConfig,
     GroupExchange,
     PeerExchange,
@@ -50,44 +61,7 @@ from train.store.checkpoints import find_checkpoints, read_models
 from train.store.log import read_metrics
 from train.study.replayed import repeat
 
-RING = ("--exchange", "peers", "--topology.name", "ring")
-
-
 ROUNDS = StepConfig(algorithm="rounds")
-
-
-def as_process(number: int, count: int, config: Config = line.config, **changes):
-    """A config of one process of several peers."""
-    job = DistributedConfig(enabled=True, num_processes=count, process_id=number)
-    exchange = PeerExchange()
-    changes = {"distributed": job, "exchange": exchange, **changes}
-    return dataclasses.replace(config, **changes)
-
-
-def used(run_dir: Path, number: int) -> list[list[int]]:
-    """Rows [step, worker, group, peer, version] of the models that a process mixed."""
-    path = run_dir / f"process-{number}" / "used.csv"
-    lines = path.read_text().splitlines()[1:] if path.exists() else []
-    rows = [one.split(",") for one in lines]
-    # The last row may not be written to its end yet.
-    mixed = [row[:5] for row in rows if len(row) == 7 and row[3]]
-    return [list(map(int, row)) for row in mixed]
-
-
-def last_step(run_dir: Path, number: int) -> int:
-    """The newest step at which a process has mixed a model."""
-    return max((row[0] for row in used(run_dir, number)), default=-1)
-
-
-def alive(run_dir: Path, number: int) -> list[tuple[int, ...]]:
-    """The peers of a process, each time that they changed."""
-    rows = read_metrics(run_dir / f"process-{number}")
-    return [tuple(row["alive"]) for row in rows if "alive" in row]
-
-
-def process_id(run_dir: Path, number: int) -> int:
-    """The operating system's number of a process, from its lock."""
-    return int((run_dir / f"process-{number}" / "lock").read_text().split()[1])
 
 
 @pytest.fixture(scope="module")
@@ -524,7 +498,7 @@ if len(starts.read_text().split()) < LIVES_AT:
     os.kill(os.getpid(), 9)
 """
     lives = "import time; time.sleep(4); print('done')"
-    with launcher(dies.replace("LIVES_AT", "3"), lives, program=RESTARTED) as job:
+    with job_of(dies.replace("LIVES_AT", "3"), lives, program=RESTARTED) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
     lines = out.decode().splitlines()
@@ -535,7 +509,7 @@ if len(starts.read_text().split()) < LIVES_AT:
         *("[0] start 2", f"{again} in 1 s; restarts left: 0"),
         "[0] start 3",
     ]
-    with launcher(dies.replace("LIVES_AT", "9"), lives, program=RESTARTED) as job:
+    with job_of(dies.replace("LIVES_AT", "9"), lives, program=RESTARTED) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 128 + signal.SIGKILL
     assert b"this command restarts it: " in out
@@ -544,7 +518,7 @@ if len(starts.read_text().split()) < LIVES_AT:
 def test_peers_go_on_where_one_fails():
     lives = "import time; time.sleep(1); print('done')"
     codes = ("import os; os.kill(os.getpid(), 9)", lives, "raise SystemExit(1)")
-    with launcher(*codes, program=RUN_PEERS) as job:
+    with job_of(*codes, program=RUN_PEERS) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode in (1, 128 + signal.SIGKILL)
     hint, done, end = sorted(out.decode().splitlines(), key=lambda x: "error" in x)
@@ -559,7 +533,7 @@ def test_peers_go_on_where_one_fails():
 
 
 def test_stopped_peers_end_as_any_job():
-    with launcher(SAVE, SAVE, program=RUN_PEERS) as job:
+    with job_of(SAVE, SAVE, program=RUN_PEERS) as job:
         read_pids(job, 2)
         job.terminate()
         out, _ = job.communicate(timeout=100)
@@ -782,7 +756,7 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
 def test_the_devices_given_to_a_process_are_those_it_uses():
     code = (
         "import jax\nfrom train.job.peer_place import start_peer\n"
-        "from tests.test_peer_job import as_process\n"
+        "from tests.line import as_process\n"
         "start_peer(as_process(0, 2))\n"
         "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
     )

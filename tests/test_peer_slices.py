@@ -1,6 +1,5 @@
 """Peers whose workers are slices of a mesh: each device sends what it has."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -31,7 +30,7 @@ from decentjax.compression import error_feedback
 from decentjax.gossip import Butterfly, Elastic, Folder, Party, PeerRounds, Peers, Wagma
 from decentjax.gossip.layout import Layout
 from decentjax.links import Links, Piece
-from tests.parties import training
+from tests.parties import in_threads, training
 
 LONG = 180.0
 STEPS = 5
@@ -116,8 +115,7 @@ def run(folder, way, kinds):
             done.wait(LONG)
         return state
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return list(pool.map(work, range(2), timeout=LONG))
+    return in_threads(work, 2)
 
 
 def check_replicas(tree):

@@ -1,7 +1,5 @@
 """Exchanges from peer to peer: what they compute, and who waits for whom."""
 
-import concurrent.futures
-import dataclasses
 import functools
 import math
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Topology,
     adapt,
     gossip,
     init_state,
@@ -41,82 +37,24 @@ from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import every, in_fragments
 from tests.ipv6 import needs_ipv6
-from tests.parties import party_of
+from tests.jobs import read_until, spawn
+from tests.parties import (
+    LOCAL,
+    LONG,
+    OPTIMIZER,
+    PARTS,
+    STEPS,
+    batches,
+    encoded,
+    in_background,
+    in_threads,
+    loss_fn,
+    party_of,
+    peers_run,
+    rounds_run,
+    start,
+)
 from train.launch import check_port
-
-# Longer than any wait here should be, so that a deadlock is a failure.
-LONG = 180.0
-STEPS = 6
-# Products with these numbers are exact, however XLA fuses them with a sum.
-OPTIMIZER = optax.sgd(0.125)
-
-
-def loss_fn(params, model_state, batch, key):
-    loss = sum(((x - batch) ** 2).sum() for x in jax.tree.leaves(params))
-    return loss, (model_state, {})
-
-
-LOCAL = functools.partial(adapt, loss_fn=loss_fn, optimizer=OPTIMIZER)
-
-
-def start(num_workers, worker=None):
-    params = {"matrix": jnp.arange(6.0).reshape(2, 3) / 7, "scalar": jnp.ones(())}
-    mine = None if worker is None else [worker]
-    key = jax.random.key(0)
-    return init_state(params, OPTIMIZER, key, num_workers, workers=mine)
-
-
-def batches(num_workers):
-    draws = np.random.default_rng(num_workers).standard_normal((STEPS, num_workers))
-    return draws.astype("float32")
-
-
-def run(
-    graph: Topology,
-    book: gossip.Book,
-    patience=math.inf,
-    delays=lambda worker, step: 0.0,
-    binds=None,
-    way="arrived",
-):
-    """Trains each worker in a thread and on a device of its own.
-
-    Returns:
-      The params of each worker after each step, and what it has mixed.
-    """
-    num_workers = graph.num_workers
-
-    def work(worker):
-        used, found = [], []
-        bind = {"bind": binds[worker]} if binds else {}
-        party = party_of(book, [worker], **bind)
-        mesh = party.mesh
-        state = place(start(num_workers, worker), mesh)
-        peers = Peers(LOCAL, graph, party, way=way, patience=patience, used=used.append)
-        with peers:
-            for step, row in enumerate(batches(num_workers)):
-                time.sleep(delays(worker, step))
-                state, _ = peers(state, place(row[worker : worker + 1], mesh), step)
-                found.append(jax.device_get(state.params))
-            # What it has left must be there until all have taken it.
-            done.wait(LONG)
-        return found, used
-
-    done = threading.Barrier(num_workers)
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(work, range(num_workers), timeout=LONG))
-
-
-def in_background(graph):
-    num_workers = graph.num_workers
-    mesh = Mesh(jax.devices()[:num_workers], (AXIS,))
-    state, found = place(start(num_workers), mesh), []
-    with gossip.Background(LOCAL, graph, mesh) as train_step:
-        for step, row in enumerate(batches(num_workers)):
-            state, _ = train_step(state, place(row, mesh), step)
-            found.append(jax.device_get(state.params))
-        train_step.settle()
-    return found
 
 
 @pytest.mark.draw(4)
@@ -137,7 +75,7 @@ def in_background(graph):
 @pytest.mark.parametrize("way", WAYS)
 def test_who_awaits_all_models_has_the_numbers_of_awc(graph, way, tmp_path):
     wanted = in_background(graph)
-    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), way=way)):
+    for worker, (found, used) in enumerate(peers_run(graph, Folder(tmp_path), way=way)):
         for got, want in zip(found, wanted, strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 # Where weights differ, XLA may fuse a product with a sum, or not.
@@ -156,7 +94,7 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
     def delays(worker, step):
         return 0.05 if (worker + step) % graph.num_workers == 0 else 0.002
 
-    results = run(graph, Folder(tmp_path), patience=0.0, delays=delays)
+    results = peers_run(graph, Folder(tmp_path), patience=0.0, delays=delays)
     matrix = topology.matrices(graph)
     rows = batches(graph.num_workers).astype(np.float64)
     first = np.append(np.arange(6.0) / 7, 1)
@@ -188,48 +126,7 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
 STILL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.0))
 
 
-def rounds_run(how, folder, num_steps):
-    """The models of each worker after each step, [num_steps, N, ...], in threads."""
-    num_workers = how.schedule.num_workers
-    rows = batches(num_workers)
-    params = jax.tree.map(lambda x: x[0], start(num_workers).params)
-    extra = init_rounds(how, params)
-    done = threading.Barrier(num_workers)
-
-    def work(worker):
-        party, found, used = party_of(folder, [worker]), [], []
-        mesh, key = party.mesh, jax.random.key(0)
-        state = place(
-            init_state(params, OPTIMIZER, key, num_workers, (), [worker], extra), mesh
-        )
-        options = {"patience": math.inf, "used": used.append}
-        with PeerRounds(LOCAL, how, party, **options) as step:
-            for t in range(num_steps):
-                batch = place(rows[t % STEPS, worker][None], mesh)
-                state, _ = step(state, batch, t)
-                found.append(jax.device_get(state.params))
-            done.wait(LONG)  # Peers may still pull what this one has left.
-        return found, used
-
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        found, used = zip(
-            *pool.map(work, range(num_workers), timeout=LONG), strict=True
-        )
-    by_step = zip(*found, strict=True)
-    stacked = [
-        jax.tree.map(lambda *x: np.concatenate(x), *of_step) for of_step in by_step
-    ]
-    return stacked, used
-
-
-PARTS = [(0,), (1,)]
-
-
 SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
-
-
-def encoded(how, codec, sent=error_feedback, **options):
-    return dataclasses.replace(how, compression=sent(codec, **options))
 
 
 @pytest.mark.slow
@@ -377,8 +274,7 @@ def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
                 state, _ = it(state, batch, step)
         return time.monotonic()
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(work, range(2), timeout=LONG))
+    ends = in_threads(work, 2)
     taken, used = times[1]
     assert (used.step, len(used.models)) == (2, 1)
     assert ends[0] > taken
@@ -491,8 +387,7 @@ def exchange_only(graph, book, way, num_steps):
             return float(state.params[0])
 
     same = threading.Barrier(num_workers)
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        return np.array(list(pool.map(work, range(num_workers), timeout=LONG)))
+    return np.array(in_threads(work, num_workers))
 
 
 @pytest.mark.slow
@@ -534,7 +429,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
         return 0.3 if (worker + step) % num_workers == 0 else 0.002
 
     book = Folder(tmp_path)
-    results = run(graph, book, patience=0.1, delays=delays, way=way)
+    results = peers_run(graph, book, patience=0.1, delays=delays, way=way)
     records = [one for _, used in results for one in used]
     assert any(one.models for one in records)
     states = gossip.replay(
@@ -589,14 +484,14 @@ def test_a_list_of_addresses_is_a_book(hosts):
     ports = [check_port(0), check_port(0)]
     binds = [f"{hosts[0]}:{port}" for port in ports]
     book = gossip.Addresses([f"{hosts[-1]}:{port}" for port in ports])
-    results = run(topology.ring(2), book, binds=binds)
+    results = peers_run(topology.ring(2), book, binds=binds)
     for _, used in results:
         assert [len(one.models) for one in used] == [1] * STEPS
 
 
 @needs_ipv6
 def test_peers_find_each_other_by_ipv6_too(tmp_path):
-    results = run(topology.ring(2), Folder(tmp_path), binds=["::1", "[::1]"])
+    results = peers_run(topology.ring(2), Folder(tmp_path), binds=["::1", "[::1]"])
     for worker, (_, used) in enumerate(results):
         assert (Folder(tmp_path).read(worker) or "").startswith("[::1]:")
         assert [len(one.models) for one in used] == [1] * STEPS
@@ -798,7 +693,7 @@ def test_a_slow_worker_delays_no_other(tmp_path):
         ends[worker, step] = time.monotonic()
         return 2.0 if worker == 0 and step == 2 else 0.0
 
-    run(topology.ring(4), Folder(tmp_path), patience=0.0, delays=delays)
+    peers_run(topology.ring(4), Folder(tmp_path), patience=0.0, delays=delays)
     slow = ends[0, 2] + 2.0
     assert all(ends[worker, STEPS - 1] < slow for worker in (1, 2, 3))
 
@@ -906,25 +801,6 @@ def test_an_address_that_is_not_free_is_refused(bind, words, tmp_path):
         peers = Peers(LOCAL, topology.ring(2), party)
         with pytest.raises(ValueError, match=words):
             peers(start(2, 0), jnp.ones(1), 0)
-
-
-def spawn(folder, worker, count, **env):
-    script = Path(__file__).with_name("peer_line.py")
-    numbers = [str(worker), str(count), "3000"]
-    command = [sys.executable, str(script), str(folder), *numbers]
-    own = {name: text for name, text in os.environ.items() if name != "NPROC"}
-    return subprocess.Popen(
-        command, env={**own, **env}, stdout=subprocess.PIPE, text=True
-    )
-
-
-def read_until(process, step):
-    """The last line of a worker that has come to this step."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if int(line.split()[0]) >= step:
-            return line.split()
-    raise AssertionError("it has ended")
 
 
 # What C's exit does comes after the end of Python: it says so, and takes its time.

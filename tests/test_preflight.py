@@ -15,6 +15,7 @@ from rich.console import Console
 from decentjax import AXIS, overlap, topology
 from decentjax.overlap import Network
 from tests import tiny
+from tests.checkout import ROOT
 from tests.gpus import compiled, shapes
 from train.__main__ import load_config
 from train.config import BackgroundExchange, InStepExchange, StepConfig, TopologyConfig
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Error reading persistent compilation cache"
 )
 
-ROOT = Path(__file__).parent.parent
 # Their siblings exchange the same bytes. Of the quickstart's 0.1 M parameters XLA sends
 # half after the backward pass, where gradients of AdamW are clipped; of large models
 # with the same optimizer nearly all are hidden.

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
 from train.data.pairs import read_corpus
 from train.data.token_files import read_tokens
 from train.prepare import main
-
-ROOT = Path(__file__).parent.parent
 
 
 def prepare(*arguments: object) -> str:

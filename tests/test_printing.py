@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from rich.console import Console
-from test_readme import ROOT
 
+from tests.checkout import ROOT
 from train.cli.command import command
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import over, progress

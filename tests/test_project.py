@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import decentjax
+from tests.checkout import ENV, ROOT
 from tests.counts import PROGRAM, classes, file_names
-from tests.test_readme import ENV, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FORMS = sorted((ROOT / ".github").rglob("*.yml"))

@@ -1,6 +1,5 @@
 """Rounds that end without late workers: what they merge, and whom they await."""
 
-import concurrent.futures
 import functools
 import math
 import threading
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
 from decentjax import adapt, init_state, methods, place, round_step, simulate, topology
 from decentjax._core.patience import Waits
@@ -41,7 +39,18 @@ from decentjax.gossip.quorum import (
 from decentjax.links import Links, Piece, Said
 from decentjax.rounds import Rounds, init_rounds
 from decentjax.schedule import every, in_fragments
-from tests.parties import party_of
+from tests.parties import (
+    LOCAL,
+    LONG,
+    OPTIMIZER,
+    PARTS,
+    batches,
+    in_threads,
+    loss_fn,
+    party_of,
+    peers_run,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 6
@@ -74,8 +83,7 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
             done.wait(LONG)  # Peers may still pull what this one has left.
         return found, used
 
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(work, range(num_workers), timeout=LONG))
+    return in_threads(work, num_workers)
 
 
 @pytest.mark.slow
@@ -527,8 +535,7 @@ def attacked(folder, attack, quorum, num_workers=8, num_steps=60):
             done.wait(LONG)
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
 
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        return np.stack(list(pool.map(work, range(num_workers), timeout=LONG)))[1:]
+    return np.stack(in_threads(work, num_workers))[1:]
 
 
 def off(models):
@@ -696,7 +703,7 @@ def test_a_patience_adapts_to_when_models_come():
 def test_peers_with_such_a_patience_mix_what_comes_and_await_no_straggler(tmp_path):
     """Of three, one is late by a second in each step."""
     begin = time.monotonic()
-    results = run(
+    results = peers_run(
         topology.ring(3),
         Folder(tmp_path),
         AutoPatience(longest=0.3),

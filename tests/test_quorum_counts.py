@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_peers import LOCAL
 
 from decentjax import topology
 from decentjax.exchange import Topology
@@ -17,7 +16,7 @@ from decentjax.gossip.quorum import QuorumMeans
 from decentjax.links import Message
 from decentjax.rounds import Rounds
 from decentjax.schedule import Round, Schedule, every, in_fragments
-from tests.parties import party_of
+from tests.parties import LOCAL, party_of
 
 GRAPHS = [
     *[topology.one_peer_exponential(n) for n in (1, 2, 16)],

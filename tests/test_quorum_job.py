@@ -9,11 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from test_distributed import ended, started
-from test_launch import wait_until
-from test_peer_job import alive, last_step, process_id, used
 
 from tests import line
+from tests.jobs import ended, rounds_command, started, wait_until
+from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields
 from train.config import (
     QuorumExchange,
@@ -28,27 +27,13 @@ from train.run.used_record import read_used
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 
-ROUNDS = (
-    *("--step.algorithm", "rounds", "--rounds.every-steps", "8"),
-    *("--rounds.outer", "nesterov", "--rounds.learning-rate", "0.5"),
-    *("--rounds.momentum", "0.5", "--topology.name", "complete"),
-)
-
-
-def command(tmp_path, processes, *options, seconds="0.03"):
-    own = ("--processes", str(processes), "--elastic", "tests/line.py")
-    run = (*ROUNDS, "--exchange", "quorum", "--exchange.silent-seconds", "2")
-    data = ("--task.step-seconds", seconds, "--task.noise", "0.1")
-    places = ("--workers.num-workers", str(processes), "--log.every-steps", "5")
-    saved = ("--checkpoint.every-steps", "40", "--evaluation.every-steps", "1000000")
-    folder = ("--run-dir", str(tmp_path))
-    return ("-m", "train.launch", *own, *run, *data, *places, *saved, *options, *folder)
-
 
 @pytest.mark.slow
 def test_who_dies_comes_back_with_the_anchor_of_a_peer(tmp_path):
     """The first process too; the others go on in rounds of those who live."""
-    argv = command(tmp_path, 3, "--num-steps", "1000000", "--exchange.quorum", "2")
+    argv = rounds_command(
+        tmp_path, 3, "--num-steps", "1000000", "--exchange.quorum", "2"
+    )
     with started(sys.executable, *argv) as job:
         for number in range(3):
             others = tuple(sorted({0, 1, 2} - {number}))
@@ -81,7 +66,7 @@ def test_a_slow_process_takes_fewer_steps_in_as_many_rounds(tmp_path):
     """It logs, saves and ends as the others do, whatever steps it leaves out."""
     late = ("--straggler.kind", "fixed", "--straggler.who", "2")
     late += ("--straggler.seconds", "0.12", "--num-steps", "120")
-    argv = command(tmp_path, 3, *late, "--exchange.patience", "0.3")
+    argv = rounds_command(tmp_path, 3, *late, "--exchange.patience", "0.3")
     with started(sys.executable, *argv) as job:
         output = ended(job)
     for number in range(3):
@@ -121,7 +106,7 @@ def test_a_run_is_repeated_bit_for_bit(delay, tmp_path):
     more = ("--num-steps", "60", "--exchange.patience", "0.1")
     # On a busy machine none counts as gone, and comes back.
     own = ("--rounds.merge", "shift", "--exchange.silent-seconds", "60")
-    argv = command(tmp_path, 3, *late, *more, *own)
+    argv = rounds_command(tmp_path, 3, *late, *more, *own)
     with started(sys.executable, *argv) as job:
         ended(job)
     found = replay(tmp_path, trust=("tests/line.py",))
@@ -134,7 +119,7 @@ def test_a_run_is_repeated_bit_for_bit(delay, tmp_path):
 def test_each_batch_is_read_once_though_workers_die_and_come_back(tmp_path):
     """The sum of what all processes have logged, over shards and batches."""
     options = ("--num-steps", "400", "--log.every-steps", "1", "--exchange.quorum", "2")
-    with started(sys.executable, *command(tmp_path, 3, *options)) as job:
+    with started(sys.executable, *rounds_command(tmp_path, 3, *options)) as job:
         for victim in (0, 1):
             wait_until(lambda: last_step(tmp_path, 2) > 80 * (1 + victim))  # noqa: B023
             os.kill(process_id(tmp_path, victim), signal.SIGKILL)

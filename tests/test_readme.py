@@ -10,14 +10,14 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
-import decentjax
 import train.__main__ as train_command
 from decentjax.__main__ import COMMANDS as TOOLS
+from tests.checkout import ENV, ROOT
+from tests.pages import CONSTANTS, MODULES, public_names, run_all
 from train.cli.changes import check_field
 from train.cli.command import EXTRAS as BROUGHT_BY
 from train.cli.families import shipped_configs
@@ -25,7 +25,6 @@ from train.cli.load import load_config
 from train.cli.sections import KINDS
 from train.launch import COMMANDS as LAUNCHED
 
-ROOT = Path(__file__).parent.parent
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -33,52 +32,6 @@ PAGES = {
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
-# As a user's shell: the devices and threads of the tests are not there.
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-
-# What an extra brings, by the names that are imported. The program has `train` always.
-MODULES = {
-    "train": set(),
-    "text": {"num2words", "sacrebleu", "tensorflow_datasets", "tokenizers"},
-    "images": {"sklearn", "tensorflow_datasets"},
-    "gpu": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
-    "preflight": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
-    "emulate": {"pyroute2"},
-    "tls": {"cryptography"},
-    "wandb": {"wandb"},
-    "mlflow": {"mlflow"},
-    "navigate": {"xminigrid"},
-    "trackio": {"trackio"},
-    "meteor": {"nltk"},
-    "datasets": {"datasets"},
-    "rivals": {"torch", "decent_dp"},
-    "docs": {"latex2mathml", "material", "mkdocs", "mkdocstrings"},
-    "test": {"hypothesis", "importlinter", "pyright", "pytest", "ruff"},
-}
-
-# Runs commands in one process, where some packages are unavailable. Each is as good
-# as alone: it ends while it reads its options.
-RUN_ALL = """
-import contextlib, io, json, runpy, sys
-
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-hidden, commands = json.load(sys.stdin)
-sys.meta_path.insert(0, Hidden())
-results = []
-for module, *arguments in commands:
-    sys.argv, text, code = [module, *arguments], io.StringIO(), None
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as ended:
-            code = ended.code
-    results.append([code, text.getvalue()])
-print(json.dumps(results))
-"""
 
 
 class Command(NamedTuple):
@@ -216,7 +169,6 @@ CHECKS = {
         "jax.numpy.asarray(jax.tree.leaves(state.params)[-1]).mean(0).ravel()"
     ),
 }
-CONSTANTS = {"AXIS"}  # The reference has them in a sentence.
 
 
 def asked_of(with_emulate: bool) -> list[Asked]:
@@ -228,22 +180,6 @@ def asked_of(with_emulate: bool) -> list[Asked]:
         for part in parts(command.line)
     ]
     return [one for one in found if one is not None]
-
-
-def run_all(commands: list[tuple[str, ...]], extras: set[str]) -> list[list]:
-    """Exit code, or its sentence, and output of each."""
-    installed = set().union(*(MODULES[extra] for extra in extras))
-    hidden = set().union(*MODULES.values()) - installed
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
-        input=json.dumps([sorted(hidden), commands]),
-        cwd=ROOT,
-        env=ENV | {"COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_every_extra_is_known_here():
@@ -469,26 +405,6 @@ def test_the_reference_has_each_public_name_once():
     found = re.findall(r"^::: decentjax\.(.*)$", text, re.MULTILINE)
     assert sorted(found) == sorted(public_names())
     assert all(f"`decentjax.{name}`" in text for name in CONSTANTS)
-
-
-def public_names() -> set[str]:
-    """The public names of the library, those of its modules as "topology.ring"."""
-    modules = {*decentjax._MODULES}
-    names = set(decentjax.__all__) - modules - CONSTANTS
-    for name in modules:
-        names |= {f"{name}.{x}" for x in public(getattr(decentjax, name)) - names}
-    return names
-
-
-def public(module: ModuleType) -> set[str]:
-    """The names that a module gives, or else those that begin there."""
-    begun = {
-        name
-        for name, thing in vars(module).items()
-        if getattr(thing, "__module__", None) == module.__name__
-    }
-    names = getattr(module, "__all__", begun)
-    return {name for name in names if not name.startswith("_")}
 
 
 class Link(NamedTuple):

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_train import TINY
 
 from decentjax import runtime, topology
 from tests import tiny
-from train.cli.config_json import to_json
+from tests.run_folders import make_run, timed
 from train.config import LogConfig, OptimizerConfig
 from train.figures.page import Section, write_page
 from train.figures.run_figure import draw_evaluations
@@ -27,7 +26,6 @@ from train.store.folder import check_run
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import (
     ActivitySpan,
-    Timeline,
     drop_spans,
     median_step_seconds,
     middle_steps,
@@ -36,31 +34,6 @@ from train.store.timeline import (
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-def make_run(run_dir, loss, **changes):
-    run_dir.mkdir(parents=True)
-    config = dataclasses.replace(TINY, **changes)
-    (run_dir / "config.json").write_text(to_json(config))
-    rows = []
-    for step in (1, 2, 3):
-        rows.append(
-            {
-                "seconds": step / 2,
-                "step": step,
-                "loss": loss / step,
-                "consensus_distance": 0.1,
-                "learning_rate": 0.01,
-                "steps_per_second": 2.0,
-            }
-        )
-        later = 3 - step  # In the end the score is the loss.
-        workers = [{"bits_per_byte": loss + later + i} for i in range(4)]
-        mean = {"bits_per_byte": loss + later}
-        row = {"seconds": step / 2, "step": step, "mean_model": mean}
-        rows.append(row | {"workers": workers})
-    (run_dir / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run_dir
 
 
 def images(page: str) -> list[ET.Element]:
@@ -204,7 +177,9 @@ def test_a_run_without_a_step_is_a_row(tmp_path):
 
 
 def test_all_reduce_has_no_topology(tmp_path):
-    step = dataclasses.replace(TINY.step, algorithm="all_reduce", message_dtype=None)
+    step = dataclasses.replace(
+        tiny.config.step, algorithm="all_reduce", message_dtype=None
+    )
     runs = [
         make_run(tmp_path / "first", 2.5),
         make_run(tmp_path / "all", 2.5, step=step),
@@ -227,13 +202,6 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
     (make_run(tmp_path / "run", 2.5) / METRICS).write_text("")
     with pytest.raises(ValueError, match=f"has no rows in {METRICS} yet"):
         write_report([tmp_path / "run"], tmp_path / "page.html")
-
-
-def timed(run_dir, process: int, steps: range) -> None:
-    with Timeline(run_dir, process) as timeline:
-        for step in steps:
-            timeline.record("compute", step, step, step + 0.5)
-            timeline.record("wait", step, step + 0.5, step + 1)
 
 
 @pytest.mark.parametrize(("num_steps", "seconds"), [(1, 1.0), (4, 1.0)])

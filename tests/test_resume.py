@@ -20,6 +20,7 @@ import pytest
 
 from decentjax import ScaleByAccumAdamState, WorkerState
 from tests import job_line, line
+from tests.line import Growing
 from tests.saving import state_of
 from train.__main__ import main
 from train.checkpoint import named
@@ -154,22 +155,6 @@ def test_a_state_that_overflows_is_not_saved(tmp_path):
         train(config, tmp_path)
     models = [saved(tmp_path)] if steps(tmp_path) else []
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(models))
-
-
-class Growing(line.Line):
-    """Its statistics grow tenfold in each step, and no gradient knows of it."""
-
-    def build(self):
-        task = super().build()
-
-        def loss_fn(params, model_state, batch, key):
-            loss, _ = task.loss_fn(params, (), batch, key)
-            return loss, (10 * model_state, {})
-
-        def init(key):
-            return task.init(key)[0], jax.numpy.full((), 1e36)
-
-        return task._replace(init=init, loss_fn=loss_fn)
 
 
 def test_a_state_of_finite_gradients_may_not_be_finite(tmp_path):

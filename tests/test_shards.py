@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import AXIS, worker_mesh
 from tests import slices, tiny
+from tests.checkout import ROOT
 from tests.slices import config_of
-from tests.test_readme import ROOT
 from train.advise import measure as measuring
 from train.cli.load import load_config
 from train.config import StepConfig, TopologyConfig, WorkersConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_launch import ROOT
 
+from tests.checkout import ROOT
 from train.slurm import JobFile, _label, main, manifest, sbatch
 
 TEMPLATE = (ROOT / "configs" / "cluster.sbatch").read_text()

@@ -1,7 +1,6 @@
 """How a run ends: by signals, failures and full disks, in real processes."""
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import ROOT
+from tests.machines import small_disk
 from train.cli.command import SaveError
 from train.job.signals import (
     NOTHING_LOST,
@@ -26,7 +27,6 @@ from train.store.checkpoints import UNFINISHED, find_checkpoints, verify
 from train.store.folder import lock
 from train.store.log import Log, read_metrics
 
-ROOT = Path(__file__).parent.parent
 LONG = 120  # No process here takes so long, but for one that hangs.
 SLOWLY = ("--num-steps=100000", "--task.step-seconds=0.02")
 
@@ -399,20 +399,6 @@ def test_rows_that_cannot_be_written_are_an_error(tmp_path):
         path.mkdir()
         with pytest.raises(SaveError, match="could not be written: Is a directory"):
             log.metrics(1, {"loss": 1.0, "steps_per_second": 1.0})
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str):
-    """A file system in memory, of so many bytes."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    folder.mkdir()
-    options = f"size={size}".encode()
-    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, options):
-        pytest.skip(f"needs root, to mount a disk: {os.strerror(ctypes.get_errno())}")
-    try:
-        yield libc
-    finally:
-        libc.umount2(str(folder).encode(), 2)
 
 
 @pytest.mark.slow

@@ -9,15 +9,14 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from test_bench import ENV, ROOT
-from test_emulate import needs_root
-
 from benches.__main__ import main as bench_main
 from benches.race.contestants import Contestant, GraphName, Scheme
 from benches.race.turns import Late, Load, StepTime, WorkerTurn
 from benches.stragglers.stragglers import METHODS, predict
 from benches.stragglers.stragglers_report import Delayed, bars, spans, table
 from decentjax.runtime import Cluster
+from tests.checkout import ENV, ROOT
+from tests.machines import needs_root
 
 STRAGGLERS = [sys.executable, "-m", "benches", "stragglers"]
 COMPUTE, ALL_REDUCE, WAITING, NO_WAIT, *_ = METHODS

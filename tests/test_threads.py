@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from test_launch import ROOT
 
 from decentjax.process import threads
 from decentjax.process.threads import (
@@ -14,10 +13,10 @@ from decentjax.process.threads import (
     given_threads,
     provide_threads,
 )
+from tests.checkout import ENV, ROOT
 from train.job.cores import core_share
 
 MACHINE = len(os.sched_getaffinity(0))
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
 def test_the_cores_are_those_of_the_affinity():

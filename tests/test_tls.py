@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_distributed import ENV, LONG, ROOT, started
 
 from decentjax import gossip, worker_mesh
 from decentjax.distributed.credentials import FILES, check_credentials
@@ -22,16 +21,17 @@ from decentjax.links import Links, Piece, Said, transport, tunnel
 from decentjax.links.tunnel import (
     MAX_GUESTS,
     contexts,
-    guest_tunnel,
     host_tunnel,
     listen,
 )
 from decentjax.process.address import to_address
+from tests.checkout import ENV, ROOT
+from tests.handshakes import SECRET, guest_of
+from tests.jobs import LONG, started
 from tests.parties import party_of
 from train.job.certificates import certificates
 
 IS_NEW = jax.__version_info__ >= (0, 12)
-SECRET = b"a secret of all peers" * 2
 
 
 def context_of(variables, kind):
@@ -188,11 +188,6 @@ def tunnels(target, guest_secret=SECRET):
     return host, guest_of(host, guest_secret)
 
 
-def guest_of(host, secret):
-    inside = ["127.0.0.3:0", "127.0.0.3:0"]
-    return guest_tunnel(to_address(*host.addresses[0]), contexts(secret)[1], inside)
-
-
 def test_a_tunnel_carries_all_bytes_both_ways_at_once(target):
     host, guest = tunnels(target)
     sent = np.random.default_rng(0).bytes(5_000_000)
@@ -292,9 +287,10 @@ def test_connections_that_say_nothing_close_no_tunnel(target):
 
 
 SHORT_OF_FILES = """
-import contextlib, resource, socket, sys, threading, time
-sys.path.insert(0, "tests")
-from test_tls import SECRET, contexts, guest_of, host_tunnel, listen, to_address
+import contextlib, resource, socket, threading, time
+from decentjax.links.tunnel import contexts, host_tunnel, listen
+from decentjax.process.address import to_address
+from tests.handshakes import SECRET, guest_of
 
 server = socket.create_server(("127.0.0.1", 0))
 

@@ -18,6 +18,7 @@ import pytest
 
 from decentjax import gossip, topology, worker_mesh
 from tests import job_line, tiny
+from tests.checkout import ROOT
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs
@@ -44,7 +45,6 @@ from train.tasks.stdlib import StdlibTask, count_model
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TINY, LINE = tiny.config, job_line.config
-ROOT = Path(__file__).parent.parent
 GOLDEN_LOSSES = [
     6.065403,
     6.074073,

@@ -16,12 +16,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from test_distributed import ENV, ROOT, TRAIN, ended, of_run, started
-from test_emulate import needs_root
-from test_launch import wait_until
-from test_peer_job import as_process, last_step, process_id
 
 from tests import tiny
+from tests.checkout import ENV, ROOT
+from tests.jobs import TRAIN, ended, of_run, started, wait_until
+from tests.line import as_process
+from tests.machines import needs_root
+from tests.run_folders import last_step, process_id
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json

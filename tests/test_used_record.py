@@ -11,27 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
-from test_distributed import ENV, ROOT
-from test_peer_job import as_process
 
 from decentjax.gossip import Taken, Used
+from tests.checkout import ENV, ROOT
+from tests.line import as_process
+from tests.run_folders import recorded
 from train.run import peer_log as peer_watch
 from train.run import used_record
 from train.run.used_record import UsedRecord, read_used
-
-
-def recorded(start):
-    """What asynchronous workers record: mostly of the step before, or none."""
-    draw = np.random.default_rng(start)
-    for step in itertools.count(start):
-        for worker, group in itertools.product((2, 3), (0, 1)):
-            ages = {worker + way: int(draw.integers(-1, 3)) for way in (-1, 1)}
-            models = [
-                Taken(peer, max(0, step - age), step) for peer, age in ages.items()
-            ]
-            yield Used(step, worker, group, tuple(models[: int(draw.integers(5))]))
 
 
 def records(start, stop):
@@ -102,8 +90,8 @@ def test_a_kill_at_any_byte_loses_nothing_before_it(short, tmp_path, monkeypatch
 DIES = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, "tests")
-from test_used_record import recorded, used_record
+from tests.run_folders import recorded
+from train.run import used_record
 used_record.MAX_TABLE_BYTES = 5_000
 with used_record.UsedRecord(Path(sys.argv[1]), int(sys.argv[2])) as record:
     for one in recorded(int(sys.argv[2])):

@@ -9,64 +9,21 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from decentjax import adapt, init_state, place, topology
+from decentjax import place, topology
 from decentjax._core.joining import JOIN_BYTES
 from decentjax.gossip import Butterfly, Wagma, averages, means, replay
-from tests.parties import party_of
-
-LONG = 180.0
-RATE = 0.125
-
-
-def loss_fn(params, model_state, batch, key):
-    loss = sum(((x - batch) ** 2).sum() for x in jax.tree.leaves(params))
-    return loss, (model_state, {})
-
-
-LOCAL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(RATE))
-
-
-def batches(num_workers, num_steps):
-    draws = np.random.default_rng(num_workers)
-    return draws.standard_normal((num_steps, num_workers)).astype("float32")
-
-
-def start(num_workers, worker):
-    params, key = {"matrix": jnp.arange(3.0), "scalar": jnp.ones(())}, jax.random.key(0)
-    return init_state(params, optax.sgd(RATE), key, num_workers, workers=[worker])
-
-
-def flat(state):
-    params = jax.device_get(state.params)
-    return np.append(params["matrix"].ravel(), params["scalar"])
-
-
-def run(path, groups, num_steps, delays=lambda worker, step: 0.0, **options):
-    """Trains each worker in a thread and on a device of its own.
-
-    Returns:
-      The params of each worker after each step [N, T, 4], and what it has averaged.
-    """
-
-    num_workers = groups.num_workers
-
-    def work(worker):
-        party, used, found = party_of(path, [worker]), [], []
-        mesh = party.mesh
-        state, hooks = place(start(num_workers, worker), mesh), {"used": used.append}
-        with Wagma(LOCAL, groups, party, **hooks, **options) as train_step:
-            for step, row in enumerate(batches(num_workers, num_steps)):
-                time.sleep(delays(worker, step))
-                batch = place(row[worker : worker + 1], mesh)
-                state, _ = train_step(state, batch, step)
-                found.append(flat(state))
-        return np.array(found), used
-
-    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(work, range(num_workers), timeout=LONG))
+from tests.parties import (
+    LOCAL,
+    LONG,
+    RATE,
+    batches,
+    flat,
+    groups_run,
+    party_of,
+    start_of_four,
+)
 
 
 def models_of(used):
@@ -120,7 +77,7 @@ def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
     def delays(worker, step):
         return 0.1 if (worker + step) % num_workers == 0 else 0.002
 
-    results = run(tmp_path, groups, steps, delays, order=order)
+    results = groups_run(tmp_path, groups, steps, delays, order=order)
     records = [one for _, used in results for one in used]
     wanted, _ = repeated(num_workers, steps, records, order)
     for worker, (found, _) in enumerate(results):
@@ -132,12 +89,12 @@ def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
         LOCAL,
         groups,
         order,
-        [start(num_workers, worker) for worker in range(num_workers)],
+        [start_of_four(num_workers, worker) for worker in range(num_workers)],
         lambda worker, step: rows[step, worker : worker + 1],
         records,
     )
     for state, (found, _) in zip(states, results, strict=True):
-        np.testing.assert_array_equal(flat(state), found[-1])
+        np.testing.assert_array_equal(flat(state.params), found[-1])
 
 
 def test_a_mean_is_that_of_the_models_whatever_their_leaves():
@@ -174,7 +131,7 @@ def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
     """However late, and whatever came before; so all are equal after it."""
     draws = np.random.default_rng(0).exponential(0.02, (8, 8))
     groups = Butterfly(8, 2, 4)
-    results = run(tmp_path, groups, 8, lambda worker, step: draws[step, worker])
+    results = groups_run(tmp_path, groups, 8, lambda worker, step: draws[step, worker])
     for step in (3, 7):
         everyone = tuple((worker, step) for worker in range(8))
         for found, used in results:
@@ -192,7 +149,7 @@ def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
 @pytest.mark.slow
 def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
     """The thread of a worker that is slow to take it goes on with the next groups."""
-    rows, states, used = batches(2, 5), [start(2, 0), start(2, 1)], []
+    rows, states, used = batches(2, 5), [start_of_four(2, 0), start_of_four(2, 1)], []
     parties = [party_of(tmp_path, [i]) for i in (0, 1)]
     groups, hooks = Butterfly(2, 2, 3), {"used": used.append}
     with contextlib.ExitStack() as stack:
@@ -213,17 +170,17 @@ def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
                 states[0], _ = ends[0]()
                 if step < 2:
                     states[1], _ = ends[1]()
-        mean = flat(states[0])
+        mean = flat(states[0].params)
         # The second of these groups begins once both have ended the first.
         for step in (3, 4):
             states[0], _ = begin(0, step)()
         states[1], _ = ends[1]()
     assert models_of(used[-1]) == ((0, 2), (1, 2))
-    np.testing.assert_array_equal(flat(states[1]), mean)
+    np.testing.assert_array_equal(flat(states[1].params), mean)
 
 
 def test_a_mean_of_all_in_every_step_gives_the_numbers_of_one_model(tmp_path):
-    results = run(tmp_path, Butterfly(4, 2, 1), 4)
+    results = groups_run(tmp_path, Butterfly(4, 2, 1), 4)
     rows, model = batches(4, 4).astype(np.float64), np.append(np.arange(3.0), 1)
     for step in range(4):
         model = np.mean([model - RATE * 2 * (model - x) for x in rows[step]], 0)
@@ -240,7 +197,7 @@ def test_a_late_worker_delays_no_other(tmp_path):
         ends[worker, step] = time.monotonic()
         return 2.0 if worker == 0 and step == 2 else 0.0
 
-    results = run(tmp_path, Butterfly(4, 2, 100), 9, delays)
+    results = groups_run(tmp_path, Butterfly(4, 2, 100), 9, delays)
     assert all(ends[worker, 8] < ends[0, 2] + 2.0 for worker in (1, 2, 3))
     late = results[0][1][2]
     assert late.group > late.step
@@ -255,7 +212,7 @@ def test_who_is_done_stays_until_its_partners_are(tmp_path):
     )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         steps = [
-            pool.submit(one, start(2, i), jnp.ones(1), 0)
+            pool.submit(one, start_of_four(2, i), jnp.ones(1), 0)
             for i, one in enumerate((first, second))
         ]
         for step in steps:
@@ -286,13 +243,13 @@ def test_a_simulation_averages_what_was_there():
         LOCAL,
         Butterfly(4, 2, 3),
         "atc",
-        [start(4, worker) for worker in range(4)],
+        [start_of_four(4, worker) for worker in range(4)],
         lambda worker, step: rows[step, worker : worker + 1],
         records,
     )
     wanted, _ = repeated(4, 4, records, "atc")
     for worker, state in enumerate(states):
-        np.testing.assert_allclose(flat(state), wanted[worker, 4], rtol=1e-5)
+        np.testing.assert_allclose(flat(state.params), wanted[worker, 4], rtol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["atc", "awc"])
@@ -306,7 +263,7 @@ def test_a_repeated_run_drops_the_models_that_it_has_used(order):
         return rows[step, worker : worker + 1]
 
     records = averages(groups, np.arange(40.0)[:, None] + np.zeros(4))
-    states = [start(4, worker) for worker in range(4)]
+    states = [start_of_four(4, worker) for worker in range(4)]
     replay(LOCAL, groups, order, states, batch, records)
     assert max(counts[30:]) <= max(counts[:11]) + 5
 

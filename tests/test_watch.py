@@ -14,10 +14,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-import test_distributed as jobs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_distributed import LONG, launch, of_run, read_until
 
 from decentjax import distributed
 from decentjax.distributed import watch
@@ -33,6 +31,7 @@ from decentjax.distributed.deadline import (
 )
 from decentjax.distributed.watch import StepWatch
 from decentjax.process import phases
+from tests.jobs import LONG, ended, launch, of_run, read_until, started
 from train.chaos.planted import Order, give, plant, taken
 
 INF = math.inf
@@ -360,7 +359,7 @@ def test_a_stuck_job_is_started_again_and_ends_well(tmp_path):
     options = "--num-steps 30 --checkpoint.every-steps 10 --distributed.step-deadline 3"
     more = (*options.split(), "--max-restarts", "2")
     with launch(2, tmp_path / "run", *more, config=str(config)) as job:
-        output = jobs.ended(job)
+        output = ended(job)
     assert "warning: restart 1 of 2" in output
     assert "process 1 is late: reading, step 12" in output
 
@@ -405,7 +404,7 @@ def test_what_a_machine_sleeps_is_not_counted(tmp_path):
             time.sleep(8)
         assert job.poll() is None
         job.send_signal(signal.SIGTERM)
-        jobs.ended(job)
+        ended(job)
 
 
 SCRIPT = """
@@ -453,7 +452,7 @@ def test_a_script_of_ones_own_is_watched_too(hangs, code, line, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("HANGS", hangs))
     launcher = (sys.executable, "-m", "train.launch", "-n", "3", str(script))
-    with jobs.started(*launcher) as job:
+    with started(*launcher) as job:
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == code, output
     assert line in output
@@ -483,5 +482,5 @@ def test_a_loop_whose_phases_have_no_names_has_no_deadline(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_PHASES)
     launcher = (sys.executable, "-m", "train.launch", "-n", "2", str(script))
-    with jobs.started(*launcher) as job:
-        assert "done" in jobs.ended(job)
+    with started(*launcher) as job:
+        assert "done" in ended(job)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_distributed import ended, started
-from test_quorum_job import command
 
+from tests.jobs import ended, rounds_command, started
 from train.cli.changes import take_fields
 from train.cli.config_json import to_json
 from train.cli.load import load_config
@@ -147,7 +146,7 @@ def test_a_run_says_which_setting_would_have_been_best(tmp_path):
     """With a slow process, whom two of three do not await."""
     late = ("--straggler.kind", "fixed", "--straggler.who", "2")
     late += ("--straggler.seconds", "0.2", "--num-steps", "80", "--log.timeline")
-    argv = command(tmp_path, 3, *late, "--exchange.silent-seconds", "60")
+    argv = rounds_command(tmp_path, 3, *late, "--exchange.silent-seconds", "60")
     with started(sys.executable, *argv) as job:
         ended(job)
     argv = [*(sys.executable, "-m", "train.replay", str(tmp_path))]

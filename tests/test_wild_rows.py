@@ -7,9 +7,9 @@ import re
 import shutil
 
 import pytest
-from test_report import make_run, timed
 
 from tests import tiny
+from tests.run_folders import make_run, timed
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
 from train.report import write_report

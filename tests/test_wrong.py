@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_readme import run_all
 
 from benches.__main__ import BENCHES
 from decentjax import (
@@ -52,6 +51,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from tests.pages import run_all
 from train.run.nonfinite import poison_gradient
 
 TINY = "tests/tiny.py"
