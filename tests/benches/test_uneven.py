@@ -20,11 +20,12 @@ from benches.uneven import (
     table,
     whole_run,
 )
+from tests.checkout import ROOT
 from train.cli.load import load_config
 from train.job import cores
 
 PEERS = load_config(Path("navigate_uneven_peers"))
-LINE_FILE = Path(__file__).parent / "job_line.py"
+LINE_FILE = ROOT / "tests" / "job_line.py"
 
 
 def of_training(step: int, rate: float, actions: float) -> dict[str, float]:
@@ -103,7 +104,7 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
 def test_after_the_first_steps_a_process_has_a_share_of_a_core(tmp_path):
     """Until its last evaluation; by its end the group is gone."""
     config = tmp_path / "slowed.py"
-    line = Path(__file__).parent / "line.py"
+    line = ROOT / "tests" / "line.py"
     told = """
 import re
 

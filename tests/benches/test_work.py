@@ -2,15 +2,15 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benches import work
 from benches.work import WorkBench, main, table
+from tests.checkout import ROOT
 
-LINE_FILE = Path(__file__).parent / "job_line.py"
+LINE_FILE = ROOT / "tests" / "job_line.py"
 
 
 @pytest.mark.slow

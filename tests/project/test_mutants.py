@@ -125,7 +125,9 @@ def test_the_snippets_of_the_list_stand_once_in_the_source(tmp_path):
     assert all(bug.old != bug.new and bug.tests for bug in bugs)
     assert all((ROOT / bug.tests.split()[0]).is_file() for bug in bugs)
     path = tmp_path / "mutants.toml"
-    path.write_text('"train/__init__.py" = [["nowhere", "there", "tests/test_cli.py"]]')
+    path.write_text(
+        '"train/__init__.py" = [["nowhere", "there", "tests/project/test_readme.py"]]'
+    )
     with pytest.raises(ValueError, match=r"train/__init__.py has 0 times: nowhere"):
         mutants.by_hand(path)
 

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import random
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from decentjax import (
 )
 from decentjax.overlap import Accelerator, Collective, Network
 from tests import hlo
+from tests.checkout import ROOT
 from tests.gpus import compiled, gpu_mesh, shapes
 from train.xla import COMPILE_ONLY
 
@@ -87,7 +87,7 @@ def test_a_schedule_of_a_tpu_is_read():
     As libtpu 0.0.52 compiled it for jax 0.10.2, without metadata of files. On a TPU
     matmuls are convolutions inside fusions, in bfloat16 or float32.
     """
-    text = (Path(__file__).parent / "v5e_step.txt").read_text()
+    text = (ROOT / "tests" / "v5e_step.txt").read_text()
     schedule = overlap.read(text, {"workers": 8})
     (c,) = schedule.collectives
     assert (c.kind, c.axes, c.num_bytes) == ("collective-permute", ("workers",), 2**22)
@@ -102,7 +102,7 @@ def test_a_schedule_of_a_tpu_is_read():
 
 
 def test_in_a_real_schedule_ends_are_followed_or_missing():
-    text = (Path(__file__).parent / "v5e_step.txt").read_text()
+    text = (ROOT / "tests" / "v5e_step.txt").read_text()
     (start,) = hlo.collective_names(text)
     (line,) = [
         x for x in text.splitlines() if f"collective-permute-done(%{start})" in x

@@ -152,7 +152,7 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
     command += ["--workers.num-workers", "4", "--workers.workers-per-node", "1"]
     command += ["--straggler.kind", "rotating", "--straggler.seconds", "0.05"]
     command = [sys.executable, *command, "--run-dir", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run(command, check=True, cwd=ROOT)
     differences = replay(tmp_path)
     assert list(differences) == [0, 1, 2, 3]
     assert max(differences.values()) < 1e-5

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from decentjax import topology
+from tests.checkout import ROOT
 from tests.paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 from train.cli.sections import KINDS, kind_of
 from train.config import (
@@ -122,21 +123,21 @@ OTHERS = {
 }
 # These change what is read, saved, shown or waited for, and not what is trained.
 ELSEWHERE = {
-    "name": "test_cli",
+    "name": "test_command",
     "task": "test_tasks",
     "seed": "test_compare",  # K seeds have numbers of their own.
     "data.num_processes": "test_batches",
     "data.skew": "test_batches",
-    "workers.devices_per_worker": "test_shards",  # The numbers stay the same.
-    "workers.where": "test_train",
-    "optimizer.weight_decay": "test_optimizers",
-    "rounds.error_kept": "test_train_rounds",  # A scalar is encoded almost as it is.
-    "exchange.peers": "test_peer_job",
+    "workers.devices_per_worker": "test_array_placement",  # The numbers stay the same.
+    "workers.where": "test_loop",
+    "optimizer.weight_decay": "test_optimizer_state",
+    "rounds.error_kept": "test_rounds_section",  # A scalar is encoded almost as it is.
+    "exchange.peers": "test_peer_run",
     "exchange.quorum": "test_quorum_job",
-    "exchange.groups": "test_peer_job",
-    "evaluation": "test_train",
+    "exchange.groups": "test_peer_run",
+    "evaluation": "test_loop",
     "checkpoint": "test_checkpoint",
-    "log": "test_log",
+    "log": "test_sinks",
     "straggler": "test_emulate",
     "distributed": "test_distributed",
     "on_step": "test_own_task",
@@ -160,7 +161,7 @@ def all_fields() -> set[str]:
 
 
 def test_every_field_is_looked_at():
-    files = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     assert {*ELSEWHERE.values()} <= files
     seen = {
         name
