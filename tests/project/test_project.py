@@ -154,6 +154,14 @@ def test_two_files_alone_know_the_names_of_algorithms():
     assert files.split() == ["train/config/run.py", "train/run/method.py"]
 
 
+def test_no_test_file_imports_another():
+    """What several need is in a helper, whose name does not begin with `test_`."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert len({file.name for file in files}) == len(files)
+    imports = re.compile(r"\b(from|import) [\w., ]*\btest_")
+    assert [file.name for file in files if imports.search(file.read_text())] == []
+
+
 # Public names of the library, a schedule of rounds and that of a compiled step.
 SAME_CLASSES = {"Schedule"}
 
