@@ -7,7 +7,7 @@ import os
 import random
 import signal
 
-import programs
+from tests import programs
 
 # XLA runs the devices of a CPU mesh on one pool of threads, and a collective holds its
 # thread until all devices have come: with too few threads they wait for ever.

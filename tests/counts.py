@@ -5,6 +5,7 @@ Lines are lines of code, without docstrings, comments and blank ones.
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -16,6 +17,8 @@ PROGRAM = ROOMS[:3]
 LONG_FILE, LONG_FUNCTION, WIDE_SIGNATURE = 500, 60, 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 NAMES = ast.Name | ast.Attribute
+KINDS = NAMES | ast.Subscript | ast.BinOp  # Of a type alias.
+CAPITALISED = re.compile("_?[A-Z]+[a-z]")  # And no constant.
 ASKED = {
     "an algorithm's name": ("step.algorithm",),
     "the kind of an exchange": (
@@ -48,7 +51,11 @@ def main() -> None:
     for path, count in long.items():
         print(f"  {count:6} {path}")
     _print_functions(program, lines)
-    for what, found in (("class", classes(program)), ("file", file_names(program))):
+    for what, found in (
+        ("class", classes(program)),
+        ("alias", aliases(program)),
+        ("file", file_names(program)),
+    ):
         same = {name: places for name, places in found.items() if len(places) > 1}
         print(f"{what} names that several have: {len(same)}")
         for name, places in sorted(same.items()):
@@ -63,6 +70,23 @@ def classes(program: dict[Path, ast.Module]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(str(path))
     return found
+
+
+def aliases(program: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    """Returns the files that define a type alias of each name, or a class of it."""
+    found, of_classes = defaultdict[str, list[str]](list), classes(program)
+    for path, tree in program.items():
+        for node in tree.body:
+            match node:
+                case ast.Assign([ast.Name(name)], value):
+                    is_alias = isinstance(value, KINDS) and CAPITALISED.match(name)
+                case ast.AnnAssign(ast.Name(name), kind):
+                    is_alias = ast.unparse(kind).endswith("TypeAlias")
+                case _:
+                    continue
+            if is_alias:
+                found[name].append(str(path))
+    return {name: places + of_classes.get(name, []) for name, places in found.items()}
 
 
 def file_names(program: Iterable[Path]) -> dict[str, list[str]]:

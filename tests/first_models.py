@@ -1,6 +1,6 @@
 """A process of a job whose processes make different first models; tries each form.
 
-Started by test_first_model.py through `decentjax launch`. Prints a line for each form:
+Started by test_fingerprint.py through `decentjax launch`. Prints a line for each form:
 its name, and the error that it raises before step 0, or where it arrives.
 """
 

@@ -14,9 +14,11 @@ import numpy as np
 from train.config import (
     CheckpointConfig,
     Config,
+    DistributedConfig,
     EvaluationConfig,
     LogConfig,
     OptimizerConfig,
+    PeerExchange,
     StepConfig,
     TopologyConfig,
     WorkersConfig,
@@ -134,3 +136,27 @@ NOISY = dataclasses.replace(
     # Of a constant rate, as a run that is cut short has another last step.
     optimizer=dataclasses.replace(config.optimizer, decay="steps"),
 )
+
+
+class Growing(Line):
+    """Its statistics grow tenfold in each step, and no gradient knows of it."""
+
+    def build(self):
+        task = super().build()
+
+        def loss_fn(params, model_state, batch, key):
+            loss, _ = task.loss_fn(params, (), batch, key)
+            return loss, (10 * model_state, {})
+
+        def init(key):
+            return task.init(key)[0], jax.numpy.full((), 1e36)
+
+        return task._replace(init=init, loss_fn=loss_fn)
+
+
+def as_process(number: int, count: int, config: Config = config, **changes):
+    """A config of one process of several peers."""
+    job = DistributedConfig(enabled=True, num_processes=count, process_id=number)
+    exchange = PeerExchange()
+    changes = {"distributed": job, "exchange": exchange, **changes}
+    return dataclasses.replace(config, **changes)

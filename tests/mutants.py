@@ -139,7 +139,7 @@ def tests_of(bug: Bug, limit: float) -> list[str]:
 def _recorded() -> dict[str, dict[str, Recorded]]:
     """Returns the tests of each function, as far as their files are as recorded."""
     tests = defaultdict(dict)
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
         file = ROOT / "build" / "executed" / f"{path.stem}.json"
         if not file.is_file() or file.stat().st_mtime < path.stat().st_mtime:
             continue
@@ -153,13 +153,13 @@ def _recorded() -> dict[str, dict[str, Recorded]]:
 def _importing(path: str) -> list[str]:
     """Returns the test files that import a module, or else a package around it."""
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     for length in range(len(parts), 0, -1):
         module = re.escape(".".join(parts[:length]))
         package, _, name = module.rpartition(r"\.")
         imports = re.compile(rf"\b{module}\b|from {package} import .*\b{name}\b")
-        if found := [f"tests/{f.name}" for f in files if imports.search(f.read_text())]:
-            return found
+        if found := [f for f in files if imports.search(f.read_text())]:
+            return [str(f.relative_to(ROOT)) for f in found]
     return []
 
 

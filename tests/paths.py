@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import line
 import numpy as np
 
+from tests import line
 from train.config import Config, LogConfig, PeerExchange, StepConfig, WorkersConfig
 from train.run.build import build_mesh
 from train.run.loop import train

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-import line
 import numpy as np
 
 from decentjax import WorkerState
+from tests import line
 from train.store.checkpoint_writer import Checkpoints
 from train.store.checkpoints import find_checkpoints
 

@@ -1,7 +1,7 @@
 """One of two processes that train two models in turn, each by a Background of its own.
 
-Started by test_gossip.py with an address and its number. Prints what became of models
-that start at a value plus this number and that no gradient moves.
+Started by test_background.py with an address and its number. Prints what became of
+models that start at a value plus this number and that no gradient moves.
 """
 
 import sys

@@ -1,0 +1,413 @@
+"""Faults on purpose: what the program finds, and that it notices a broken promise."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
+
+from tests import line
+from tests.checkout import ROOT
+from tests.jobs import LONG, started
+from tests.machines import needs_root
+from train.chaos import jobs, members
+from train.chaos.__main__ import Row, main, separated
+from train.chaos.faults import FAULTS, Bench
+from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
+from train.chaos.planted import sketch
+from train.figures.members_figure import draw_members, lives, spans
+from train.report import write_report
+from train.run.history import History
+from train.run.loop import train
+from train.store.checkpoints import find_checkpoints
+
+
+def run_python(code, tmp_path):
+    return JobUnderTest([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt")
+
+
+def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
+    with run_python("import time; time.sleep(1000)", tmp_path) as job:
+        broken = pytest.raises(BrokenError, match="did not end within 0 s")
+        with broken:
+            job.end(0, seconds=0.4)
+    assert job.popen.poll() is not None  # Nothing is left of it.
+    with run_python("print('error: why'); print('more'); exit(3)", tmp_path) as job:
+        broken = pytest.raises(BrokenError, match="code 3, not with code 0: error: why")
+        with broken:
+            job.end(0)
+        assert job.end(3) == job.end(None) == "error: why\nmore\n"
+    launched = "print('[0] error: why\\nerror: process 0 ended first, so'); exit(1)"
+    broken = pytest.raises(BrokenError, match=r"not with code 0: \[0\] error: why")
+    with run_python(launched, tmp_path) as job, broken:
+        job.end(0)
+    with run_python("", tmp_path) as job:
+        with pytest.raises(BrokenError, match="code 0, not with an error: it said"):
+            job.end(None)
+        with pytest.raises(BrokenError, match="ended and did not come to step 1: it"):
+            job.reach(1)
+        with pytest.raises(BrokenError, match="ended and did not say 'a word': it"):
+            job.says("a word")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    train(dataclasses.replace(line.config, num_steps=2), folder)
+    return folder
+
+
+def test_what_is_saved_is_told_apart_by_each_array(run_dir, monkeypatch):
+    """Models, moments and random keys, whatever their files look like."""
+    step, digest = saved(run_dir)
+    assert step == 2
+    found = arrays(find_checkpoints(run_dir).steps[2])
+    assert {"params", "opt_state", "key"} <= {name.split("'")[1] for name in found}
+    for name, x in found.items():
+        if x.size:
+            other = x.copy()
+            other.flat[0] += 1
+            changed = {**found, name: other}
+            monkeypatch.setattr(jobs, "arrays", lambda _, changed=changed: changed)
+            assert saved(run_dir)[1] != digest, name
+    monkeypatch.setattr(jobs, "arrays", lambda _: found)
+    assert saved(run_dir) == (2, digest)
+
+
+def test_other_numbers_are_a_broken_promise(run_dir, tmp_path):
+    bench = Bench(["tiny.py"], 2, 2, tmp_path, None, saved(run_dir))
+    bench.check_saved(run_dir)
+    with pytest.raises(BrokenError, match="other numbers"):
+        bench._replace(wanted=(2, "another")).check_saved(run_dir)
+    with pytest.raises(BrokenError, match="nothing is saved"):
+        bench.check_saved(tmp_path)
+
+
+OPTIONS = ["--processes", "2", "--steps", "12", "--task.step-seconds", "0.1"]
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_job_that_cannot_start_is_a_sentence(tmp_path):
+    command = module("train.chaos", "tests/line.py", "--out", tmp_path / "chaos")
+    with started(*command, "--workers.num-workers", "5") as chaos:
+        output, _ = chaos.communicate(timeout=LONG)
+    assert chaos.returncode == 1
+    (said,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "the job fails without any fault" in said
+    assert "5 workers cannot be dealt out evenly to 4 processes" in said
+    assert "Traceback" not in output
+
+
+@pytest.mark.nightly
+@needs_root
+def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
+    """One of each that ends a job, then an elastic run whose workers are killed."""
+    out = tmp_path / "chaos"
+    faults = ["kill", "partition", "full-disk"]
+    own = ("--faults", *faults, "--minutes", "1.2", "--out", str(out))
+    command = module("train.chaos", "tests/line.py", *OPTIONS, *own)
+    with started(*command) as job:
+        output, _ = job.communicate(timeout=5 * LONG)
+    assert job.returncode == 0, output
+    rows = json.loads((out / "chaos.json").read_text())["rows"]
+    names = {row["fault"] for row in rows}
+    assert "kill, elastic" in names
+    assert names & {*faults}  # As many as there was time for.
+    assert all(row["injected"] > 0 == len(row["broken"]) for row in rows)
+    table = (out / "chaos.md").read_text().splitlines()
+    assert table[0] == "| fault | promise | at most | measured | injected | kept |"
+    assert b"<svg" in (out / "chaos.svg").read_bytes()
+    page = write_report([out / "elastic"], tmp_path / "report.html").read_text()
+    assert "<h2>Who trained when</h2>" in page
+    assert "from its own" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--faults", "--minutes", "1"], "chaos needs faults and minutes"),
+        (["--minutes", "0"], "chaos needs faults and minutes"),
+        (["--processes", "1"], "at least 2 processes and 6 steps, got 1"),
+        (["--steps", "5"], "at least 2 processes and 6 steps"),
+        (["--out", "."], r"\. already exists: choose another folder"),
+    ],
+)
+def test_wrong_options_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["tests/line.py", *options])
+    said = f"{error.value} {capsys.readouterr().err}".replace("│", " ")
+    assert re.search(words, " ".join(said.split()))
+
+
+def life(began, *rows):
+    return [{"seconds": 0.0, "step": 0, "began": began}, *rows]
+
+
+def row(seconds, loss=1.0):
+    return {"seconds": seconds, "step": int(seconds), "loss": loss}
+
+
+def test_a_process_trained_from_its_start_to_its_end_but_for_gaps():
+    # Killed at 3, started again 97 s later, and frozen from 8 to 20.
+    first = life(100.0, row(1), row(2), row(3))
+    second = [{**x, "seconds": 3 + x["seconds"]} for x in life(0, row(1), row(2))]
+    second[0]["began"] = 200.0
+    second += [row(20.0), row(21.0)]
+    history = History(ROOT / "process-0", {}, [*first, *second], [])
+    one, two = lives(history)
+    assert spans(one) == [(101.0, 103.0)]
+    assert spans(two) == [(201.0, 202.0), (217.0, 218.0)]
+    figure = draw_members([history], [(103.0, 0, "kill")])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["kill"]
+
+
+def test_faults_have_a_name_and_a_promise():
+    assert all(fault.promise for fault in FAULTS.values())
+
+
+def test_faults_may_be_separated_by_commas():
+    words = ["--faults", "kill,full-disk", "nan", "--name", "kill,a"]
+    assert separated(words) == ["--faults", "kill", "full-disk", *words[2:]]
+
+
+# Only in the program: the chaos that looks on has none.
+BUGGY = """
+import sys
+
+is_chaos = "train.chaos" in sys.orig_argv
+"""
+KEEPS_ITS_OWN = """
+from train.run.peer_run import Joiner
+join = Joiner.join
+def keeps(self, begin, *args):
+    return join(self, begin, *args)._replace(state=begin.state)
+Joiner.join = keeps
+"""
+# A bug for each promise, planted in all processes, launchers too, and the fault that
+# shows it: the time that it takes, what it says, and what it saves.
+PROMISES = [
+    (
+        "kill",
+        """
+        import decentjax.distributed.failure as failure, time
+        import train.job.processes as processes
+        processes.GRACE_SECONDS = 20.0
+        failure.os = type("os", (), {"_exit": lambda code: time.sleep(100)})
+        failure.os.EX_SOFTWARE = 70
+        """,
+        "at most 5",
+    ),
+    (
+        "kill",
+        """
+        from train.data.batches import Feed
+        set_step = Feed.set_step
+        Feed.set_step = lambda self, step: set_step(self, max(0, step - 1))
+        """,
+        "other numbers",
+    ),
+    (
+        "freeze",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: 10 * limit_of(*args)
+        """,
+        "at most 7",
+    ),
+    (
+        "freeze",
+        """
+        import decentjax.distributed.watch as watch
+        watch.sentence = lambda *args: "somebody is late"
+        """,
+        "did not say 'gives no sign'",
+    ),
+    (
+        "stall",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        def hasty(phase, deadline, median):
+            return 0.8 if deadline else limit_of(phase, deadline, median)
+        watch.limit_of, watch.SILENT_TICKS = hasty, 1
+        """,
+        "code|restarts, at most 0|did not come to",
+    ),
+    (
+        "stuck",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: 8 + limit_of(*args)
+        """,
+        "at most 7",
+    ),
+    (
+        "slow",
+        """
+        import decentjax.distributed.watch as watch
+        watch.NAMED_AT = 1000.0
+        """,
+        "did not say 'others wait",
+    ),
+    (
+        "partition",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: 20 + limit_of(*args)
+        """,
+        "at most 10",
+    ),
+    (
+        "corrupt",
+        """
+        import train.store.checkpoints as checkpoints
+        checkpoints.check_files = lambda *args, **kwargs: None
+        """,
+        "other numbers|did not say|not named|shows a traceback|code",
+    ),
+    (
+        "full-disk",
+        """
+        import contextlib
+        from train.store.checkpoint_writer import Checkpoints
+        Checkpoints._explained = lambda self: contextlib.suppress(Exception)
+        """,
+        "not with an error|did not say|did not end within",
+    ),
+    (
+        "sigterm",
+        """
+        from train.run.stop import Stop
+        import time
+        poll = Stop.poll
+        Stop.poll = lambda self: poll(self) and not time.sleep(21)
+        """,
+        "at most 20",
+    ),
+    (
+        "nan",
+        """
+        import train.run.loop as loop, train.run.start_run as start_run
+        loop.check_gradients = lambda *args: None
+        start_run.build_check = lambda *args: lambda *args: None
+        """,
+        "code 0, not with code 71",
+    ),
+    (
+        "kill, elastic",
+        KEEPS_ITS_OWN,
+        "another model",
+    ),
+    (
+        "freeze, elastic",
+        KEEPS_ITS_OWN,
+        "another model",
+    ),
+    (
+        "freeze, elastic",
+        """
+        import decentjax.links.links as links
+        handshakes = links.Handshakes
+        def deaf(*args, **kwargs):
+            return handshakes(*args[:4], 100.0, *args[5:], **kwargs)
+        links.Handshakes = deaf
+        """,
+        "others took|never came back|another model",
+    ),
+    (
+        "stuck, elastic",
+        """
+        import decentjax.distributed.watch as watch
+        watch.sentence = lambda *args: "somebody is late"
+        """,
+        "it was not named",
+    ),
+    (
+        "slow, elastic",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: limit_of(*args) / 3
+        """,
+        "it was started again",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@needs_root
+@pytest.mark.parametrize(
+    ("fault", "bug", "broken"), PROMISES, ids=[f"{x[0]}-{x[2]}" for x in PROMISES]
+)
+def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
+    (tmp_path / "bug").mkdir()
+    body = textwrap.indent(textwrap.dedent(bug), "    ")
+    code = f"def plant():\n{body}\nif not is_chaos:\n    plant()\n"
+    # Python imports it at its start, in each process of the job.
+    (tmp_path / "bug" / "sitecustomize.py").write_text(BUGGY + code)
+    out, name = tmp_path / "chaos", fault.partition(",")[0]
+    own = ("--faults", name, "--minutes", "0.1", "--out", str(out))
+    options = ("--processes", "3", "--steps", "24", "--workers.num-workers", "3")
+    options += ("--workers.workers-per-node", "1", "--topology.name", "ring")
+    config = "tests/drift.py" if "elastic" in fault else "tests/job_line.py"
+    options += ("--task.step-seconds", "0.05")
+    command = module("train.chaos", config, *own, *options)
+    path = os.pathsep.join([str(tmp_path / "bug"), str(ROOT)])
+    with started(*command, PYTHONPATH=path) as job:
+        output, _ = job.communicate(timeout=5 * LONG)
+    assert job.returncode == 1, output
+    rows = json.loads((out / "chaos.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["fault"] == fault)
+    assert re.search(broken, str(row["broken"])), row
+
+
+def hit(**measured):
+    found = {"back": 5.0, "gap": 1.0, "nearer": 0.1, **measured}
+    return members.Hit("kill", 1, 0.0, **found)
+
+
+def test_a_return_is_measured_and_compared():
+    assert hit().broken == hit(nearer=math.nan).broken == ""
+    assert "others took 11.0 s" in hit(gap=11.0).broken
+    assert "came back after 500.0 s" in hit(back=500.0).broken
+    assert members.worst([hit(), hit(gap=3.0, nearer=0.4)]) == "3.0 s; 5.0 s; 0.40 x"
+
+
+def test_one_that_keeps_its_own_model_is_told_from_one_that_takes_a_peers():
+    assert "another model, 0.90 x" in hit(nearer=0.9).broken
+
+
+@pytest.mark.parametrize(
+    ("found", "is_bad"),
+    [
+        ({}, False),  # There was no time for it.
+        ({"injected": 2, "missed": 1}, False),
+        ({"injected": 2, "broken": ["lost"]}, True),
+        ({"missed": 3}, True),
+    ],
+)
+def test_a_fault_that_was_never_done_is_no_promise_kept(found, is_bad):
+    assert Row("kill", "ends well", "5 s", **found).is_bad == is_bad
+
+
+def test_sketches_are_as_far_apart_as_models():
+    random = np.random.default_rng(1)
+    one = {"a": random.normal(size=(2, 300)), "b": random.normal(size=(2, 7, 50))}
+    other = jax.tree.map(lambda x: x + 0.3 * random.normal(size=x.shape), one)
+    exact = np.sqrt(sum(np.sum((one[k][0] - other[k][0]) ** 2) for k in one))
+    found = [sketch(jax.tree.map(jnp.asarray, x)) for x in (one, other)]
+    assert np.linalg.norm(found[0] - found[1]) == pytest.approx(exact, rel=0.4)

@@ -1,0 +1,379 @@
+"""Rounds in the trainer: one result alone, on a mesh, as seeds and in a thread."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from decentjax.analysis import traffic
+from decentjax.topology import complete
+from tests import line, rounds_line
+from train.cli.sections import kind_of
+from train.config import (
+    BackgroundExchange,
+    DampingPolicy,
+    PeerExchange,
+    RoundsConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.run import start_run
+from train.run.loop import train
+from train.run.resume import Resume
+from train.store.log import read_metrics
+from train.study.seeds import train_seeds
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+NOISY = dataclasses.replace(
+    line.NOISY,
+    name="rounds",
+    task=rounds_line.config.task,
+    topology=TopologyConfig(name="complete"),
+)
+METHODS = {
+    "local_sgd": RoundsConfig(every_steps=5),
+    "diloco": RoundsConfig(every_steps=5, outer="nesterov"),
+    "streaming": RoundsConfig(
+        every_steps=6, fragments=2, delay=4, outer="nesterov", merge="blend"
+    ),
+    "late": RoundsConfig(every_steps=3, delay=3, merge="shift"),
+    "int8": RoundsConfig(every_steps=3, delay=3, merge="shift", codec="int8"),
+    "sparse": RoundsConfig(
+        every_steps=5, outer="nesterov", codec="top_k", sent_share=0.5, error_kept=0.9
+    ),
+}
+COPIES = RoundsConfig(every_steps=1, codec="int8", copies=True, copy_step=0.8)
+EACH_METHOD = pytest.mark.parametrize("method", METHODS)
+# Further ones that a run has to resume, with what they need beside their rounds.
+MORE = {
+    "noloco": (
+        RoundsConfig(every_steps=5, outer="heavy_ball", momentum=0.5),
+        {"topology": TopologyConfig(name="random_matching")},
+    ),
+    "muloco": (
+        METHODS["diloco"],
+        {"optimizer": dataclasses.replace(NOISY.optimizer, name="muon")},
+    ),
+    "choco": (
+        RoundsConfig(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
+        {"topology": TopologyConfig(name="ring")},
+    ),
+    "int2": (
+        RoundsConfig(
+            every_steps=4, delay=3, merge="shift", outer="nesterov", codec="int2"
+        ),
+        {},
+    ),
+}
+
+
+def config_of(method, **changes):
+    step = dataclasses.replace(NOISY.step, algorithm="rounds")
+    rounds, others = MORE.get(method) or (METHODS[method], {})
+    return dataclasses.replace(
+        NOISY, **{"step": step, "rounds": rounds, **others, **changes}
+    )
+
+
+def params_of(state):
+    return jax.device_get(state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(3)
+@EACH_METHOD
+def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
+    config = config_of(method)
+    train(config, tmp_path / "alone")
+    alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
+    together = train_seeds(config, range(2), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(alone, seeds, rtol=1e-4)
+    whole, fragments = traffic(complete(4), 32)[0].worker_bytes.mean(), 2
+    # 24 steps: of a fragment of one leaf of two, each.
+    sent = {"local_sgd": 4, "diloco": 4, "streaming": 8 / fragments, "late": 8}
+    sent = {name: count * whole for name, count in sent.items()}
+    # To three peers, of each leaf: four bytes and a scale, or two of four numbers.
+    sent |= {"int8": 8 * 3 * 2 * (4 + 4), "sparse": 4 * 3 * 2 * 2 * (4 + 2)}
+    assert together.sent["per worker"] == [sent[method] / 24] * 2
+
+
+PLACES = [
+    (method, where)
+    for method, rounds in METHODS.items()
+    for where in ("simulate", "mesh", "background")
+    if where != "background" or rounds.delay > 0  # Else nothing is hidden.
+]
+PLACES += [("noloco", "mesh"), ("muloco", "simulate")]
+PLACES += [("choco", "background"), ("int2", "background")]
+
+
+@pytest.mark.slow
+@pytest.mark.draw(10)
+@pytest.mark.parametrize(("method", "where"), PLACES)
+def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
+    """Bit for bit, with what was on its way."""
+    config = simulated = config_of(method)
+    if where != "simulate":
+        config = dataclasses.replace(
+            config,
+            workers=WorkersConfig(num_workers=4, where="mesh"),
+            exchange=kind_of("exchange", {"mesh": "in_step"}.get(where, where))(),
+        )
+    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    resumed = train(config, tmp_path / "half", Resume()).state
+    whole = train(config, tmp_path / "whole").state
+    jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
+    if where != "simulate":
+        wanted = train(simulated, tmp_path / "simulated").state
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            params_of(whole),
+            params_of(wanted),
+        )
+
+
+TRACKING = {
+    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "step": StepConfig(algorithm="rounds"),
+    "rounds": RoundsConfig(every_steps=1, delay=1, tracking=True),
+}
+LOCAL_TRACKING = {
+    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "step": StepConfig(algorithm="rounds"),
+    "rounds": RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True),
+}
+SGD = dataclasses.replace(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
+QG = {"optimizer": dataclasses.replace(SGD, name="qg_dsgdm")}
+D2 = {
+    "topology": TopologyConfig(name="ring", factor=0.5),
+    "optimizer": dataclasses.replace(SGD, name="exact_diffusion"),
+}
+ATC = {"step": StepConfig(algorithm="atc")}
+ONES = {
+    "step": StepConfig(algorithm="rounds"),
+    "rounds": RoundsConfig(every_steps=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.draw(4)
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        (TRACKING, "simulate"),
+        (TRACKING, "mesh"),
+        (TRACKING, "background"),
+        (LOCAL_TRACKING, "background"),
+        (QG | ATC, "simulate"),
+        (QG | ATC, "mesh"),
+        (QG, "background"),
+        (D2 | ATC, "mesh"),
+        (D2 | ONES, "simulate"),
+        (D2, "background"),
+    ],
+)
+def test_corrections_train_and_resume(changes, where, tmp_path):
+    in_thread = where == "background"
+    workers = WorkersConfig(num_workers=4, where="mesh" if in_thread else where)
+    exchange = kind_of("exchange", where if in_thread else "auto")()
+    config = dataclasses.replace(NOISY, **changes, workers=workers, exchange=exchange)
+    whole = train(config, tmp_path / "whole").state
+    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    resumed = train(config, tmp_path / "half", Resume()).state
+    jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
+    rows = read_metrics(tmp_path / "whole")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0]
+    together = train_seeds(config, range(1), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(losses, seeds, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"every_steps": 0}, "every_steps must be at least 1, got 0"),
+        ({"every_steps": 3, "delay": 4}, "merged after 4 steps"),
+        ({"delay": -1}, "delay must be at least 0"),
+        ({"fragments": 0}, "fragments must be at least 1"),
+        ({"every_steps": 1, "outer": "nesterov"}, "rounds.every_steps to 2 or more"),
+        ({"momentum": 1.0}, "momentum and share must be less than 1"),
+        ({"merge": "mix"}, "merge must be one of"),
+        ({"learning_rate": 0.5}, "rounds.outer = none has no learning_rate: set round"),
+        ({"momentum": 0.5}, "rounds.outer = none has no momentum: set rounds.outer"),
+        ({"share": 0.3}, "rounds.merge = replace has no share: set rounds.merge too"),
+        ({"codec": "int8", "sent_share": 0.1}, "rounds.codec = int8 has no sent_share"),
+        ({"codec": "int3"}, "codec must be one of"),
+        ({"copies": True}, "rounds.copies needs encoded models"),
+        ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
+        ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
+        ({"codec": "int2"}, "rounds.codec = int2 has too large .* set rounds.copies"),
+        ({"codec": "int8", "tracking": True}, "leave rounds.codec at none, got int8"),
+    ],
+)
+def test_rounds_of_no_sense_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        RoundsConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of", "rate"),
+    [
+        ({"codec": "int8"}, "error_feedback", 1.0),
+        ({"codec": "int4"}, "error_feedback", 0.5),
+        ({"codec": "top_k", "sent_share": 0.8}, "error_feedback", 0.5),
+        ({"codec": "top_k", "copies": True}, "copies", 0.01),
+        ({"codec": "int2", "copies": True, "copy_step": 0.3}, "copies", 0.3),
+    ],
+)
+def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate):
+    found = RoundsConfig(**changes).build(complete(3)).compression
+    assert (found.kind.name, found.rate) == (of, rate)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"exchange": BackgroundExchange()}, "rounds.delay to 1 or more"),
+        (
+            {"exchange": PeerExchange(way="swaps")},
+            "rounds are averaged as they arrive.* got swaps",
+        ),
+        (
+            {
+                "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),
+                "rounds": RoundsConfig(codec="int8"),
+            },
+            "messages have one form",
+        ),
+        (
+            {"rounds": COPIES, "topology": TopologyConfig(name="one_peer_ring")},
+            "copies of the peers need a graph that never changes, and one_peer_ring",
+        ),
+        (
+            {"rounds": METHODS["sparse"], "topology": TopologyConfig(name="ring")},
+            "means over all workers, unlike ring every .*: use the complete graph",
+        ),
+        (
+            {
+                "rounds": RoundsConfig(codec="int8"),
+                "topology": TopologyConfig(name="hierarchical"),
+                "workers": dataclasses.replace(NOISY.workers, workers_per_node=2),
+            },
+            "a codec needs exchanges of single workers, got nodes of 2",
+        ),
+        (
+            {"rounds": RoundsConfig(every_steps=3, delay=2, tracking=True)},
+            "take merge=shift, .* got replace with a delay of 2",
+        ),
+        (
+            {"rounds": RoundsConfig(every_steps=2, fragments=3)},
+            "2 steps can have 1 to 2 fragments, got 3",
+        ),
+    ],
+)
+def test_where_rounds_cannot_be_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        config_of("diloco", **changes)
+
+
+def test_rounds_that_no_step_takes_are_refused(tmp_path):
+    config = dataclasses.replace(NOISY, rounds=RoundsConfig(every_steps=3))
+    with pytest.raises(ValueError, match="the fields of rounds are for"):
+        train(config, tmp_path)
+
+
+PEERS = PeerExchange()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            D2 | {"topology": TopologyConfig(name="one_peer_ring", factor=0.5)},
+            r"use ring with topology.factor = 0.5, .* which has 2 exchanges in turn",
+        ),
+        (
+            D2 | {"topology": TopologyConfig(name="exponential")},
+            r"got exponential, which has directed edges",
+        ),
+        (
+            D2 | {"topology": TopologyConfig(name="ring")},
+            "got ring, which has a least eigenvalue of -0.333",
+        ),
+        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm uses the"),
+        (
+            LOCAL_TRACKING | D2,
+            "1 without codec and tracking, got rounds with 3, none and True",
+        ),
+        (
+            D2 | {"policy": DampingPolicy()},
+            "set policy to fixed, got damping",
+        ),
+        (
+            D2 | {"step": StepConfig(not_finite="quarantine")},
+            "set step.not_finite to stop, got quarantine",
+        ),
+        (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
+        (
+            D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
+            "set exchange.way to arrived, got swaps",
+        ),
+        (TRACKING | {"exchange": PEERS}, "set exchange to in_step, got peers"),
+        (
+            TRACKING | {"exchange": BackgroundExchange()},
+            "set exchange to in_step, got background",
+        ),
+        (
+            LOCAL_TRACKING
+            | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},
+            "set step.not_finite to stop, got quarantine",
+        ),
+        (
+            TRACKING
+            | {"step": StepConfig(algorithm="rounds", message_dtype="bfloat16")},
+            "set step.message_dtype to None, got bfloat16",
+        ),
+    ],
+)
+def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(NOISY, **changes)
+
+
+@pytest.mark.slow
+def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
+    rounds = RoundsConfig(every_steps=10)
+    config = dataclasses.replace(config_of("local_sgd", rounds=rounds), num_steps=5)
+    train(config, tmp_path)
+    assert "= 10 is more than num_steps = 5: the run has 0 rounds" in (
+        capsys.readouterr().err
+    )
+
+
+def test_more_fragments_than_leaves_are_refused_before_data_is_read(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(start_run, "build_steps", None)
+    rounds = RoundsConfig(every_steps=8, fragments=5)
+    config = dataclasses.replace(config_of("diloco"), rounds=rounds)
+    with pytest.raises(ValueError, match="no leaf falls into the fragments"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_copies_of_peers_hold_what_workers_have(tmp_path):
+    """CHOCO-SGD: with each message the copy is nearer to the model."""
+    ring, task = TopologyConfig(name="ring"), line.NOISY.task
+    config = config_of("int8", rounds=COPIES, topology=ring, task=task)
+    state = train(config, tmp_path).state
+    known, params = state.extra.coded.memory, jax.tree.leaves(state.params)
+    # One level of 127 of the last change of a step.
+    for number, copy in known.items():
+        np.testing.assert_allclose(copy, params[number], atol=0.02)

@@ -1,0 +1,169 @@
+"""Job files that are filled in: what they run, and that they are the shipped ones."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.checkout import ROOT
+from train.slurm import JobFile, _label, main, manifest, sbatch
+
+TEMPLATE = (ROOT / "configs" / "cluster.sbatch").read_text()
+
+
+def job(**options) -> JobFile:
+    return JobFile(**{"config": Path("quickstart"), **options})
+
+
+def test_a_script_differs_from_the_shipped_one_where_it_is_filled_in():
+    made = sbatch(job(nodes=2, gpus=4, cpus=3, hours=1.5), ["--lr", "1"], "/env/python")
+    lines = [
+        (old, new)
+        for old, new in zip(TEMPLATE.splitlines(), made.splitlines(), strict=True)
+        if old != new
+    ]
+    assert [new for _, new in lines] == [
+        "# The run quickstart: sbatch FILE [OPTION ...]",
+        "#SBATCH --job-name=quickstart",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=3",
+        "#SBATCH --time=01:30:00",
+        '  /env/python -m decentjax train quickstart --lr 1 "$@" --auto-resume '
+        "--distributed.enabled \\",
+    ]
+    assert "gpus" not in re.sub("# .*", "", sbatch(job(gpus=0), [], "python"))
+
+
+def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
+    """By the shell, with commands in the place of Slurm's."""
+    text = "from train.cli.load import load_config\nfrom pathlib import Path\n"
+    (tmp_path / "own config.py").write_text(
+        text + "config = load_config(Path('quickstart'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    made = sbatch(job(config=Path("own config.py")), ["--name", "a b"], "my python")
+    (tmp_path / "job.sbatch").write_text(made)
+    (tmp_path / "srun").write_text(
+        "#!/bin/bash\npython3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "
+        '"$@"\n'
+    )
+    (tmp_path / "srun").chmod(0o755)
+    names = "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"
+    given = dict.fromkeys(names, "8") | {"SLURM_JOB_ID": "1"}
+    done = subprocess.run(
+        ["bash", "job.sbatch", "--seed", "3"],
+        env={**os.environ, **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    arguments = json.loads(done.stdout)
+    at = arguments.index("my python")
+    assert arguments[at + 1 : at + 9] == [
+        *("-m", "decentjax", "train", str(tmp_path / "own config.py")),
+        *("--name", "a b", "--seed", "3"),
+    ]
+
+
+def test_a_manifest_has_a_pod_for_each_process():
+    options = ["--data.skew", "it's"]
+    text = manifest(job(config=Path("quickstart_diloco"), nodes=2, gpus=4), options)
+    made = yaml.safe_load(text)
+    assert made["metadata"]["name"] == "quickstart-diloco"
+    (workers,) = made["spec"]["replicatedJobs"]
+    spec = workers["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == 8
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["args"][:2] == ["train", "quickstart_diloco"]
+    assert container["args"][-2:] == options
+    assert "--distributed.num-processes=8" in container["args"]
+    assert "--run-dir=/runs/quickstart_diloco" in container["args"]
+    host = "quickstart-diloco-workers-0-0.quickstart-diloco:5000"
+    assert f"--distributed.coordinator={host}" in container["args"]
+    assert "resources" in container
+    alone = manifest(job(gpus=0, image="mine:1"), [])
+    (workers,) = yaml.safe_load(alone)["spec"]["replicatedJobs"]
+    (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "mine:1"
+    assert "resources" not in container
+
+
+@pytest.mark.parametrize("count", [1, 128])
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("3d_unet", "run-3d-unet"),
+        ("_a", "a"),
+        ("A-_-b-", "a-b"),
+        ("123", "run-123"),
+        ("true", "true"),  # No boolean of YAML.
+        ("-", "run"),
+        ("数据", "run-[0-9a-f]{6}"),
+        ("模型", "run-[0-9a-f]{6}"),
+        ("résumé", "r-sum-[0-9a-f]{6}"),
+        ("a" * 70, "a+-[0-9a-f]{6}"),
+        ("a" * 69 + "b", "a+-[0-9a-f]{6}"),
+        ("b" * 30 + "_" * 20 + "c" * 20, "b+-c+-[0-9a-f]{6}"),
+    ],
+)
+def test_a_label_is_one_of_kubernetes(name, wanted, count, tmp_path):
+    """By RFC 1035, with what JobSet appends to it for its pods."""
+    path = tmp_path / "a #b: 'c.py"
+    path.write_text(
+        "import dataclasses\nfrom configs.quickstart import config\n"
+        f"config = dataclasses.replace(config, name={name!r})\n"
+    )
+    image = "own:1 # x"
+    made = yaml.safe_load(manifest(job(config=path, gpus=count, image=image), []))
+    label = made["metadata"]["name"]
+    assert re.fullmatch(wanted, label)
+    pod = f"{label}-workers-0-{count - 1}-abcde"
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", pod)
+    assert len(pod) <= 63
+    assert made["spec"]["network"]["subdomain"] == label
+    (workers,) = made["spec"]["replicatedJobs"]
+    (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+    host = f"{label}-workers-0-0.{label}:5000"
+    assert f"--distributed.coordinator={host}" in container["args"]
+    assert container["args"][1] == str(path)
+    assert container["image"] == image
+    assert f"--run-dir=/runs/{name}" in container["args"]
+
+
+def test_labels_of_different_names_differ():
+    names = ["数据", "模型", "a" * 70, "a" * 69 + "b", "run"]
+    assert len({_label(name, 45) for name in names}) == len(names)
+
+
+def test_the_command_prints_it(capsys):
+    main(["quickstart", "--nodes", "3", "--", "--num-steps", "5"])
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=3" in script
+    assert 'train quickstart --num-steps 5 "$@"' in script
+    main(["quickstart", "--jobset"])
+    assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quickstrt"], "did you mean quickstart"),
+        (["quickstart", "--nodes", "0"], "at least one node, .* got nodes = 0"),
+        (["quickstart", "--hours", "inf"], "0.1 to 8760 hours, .* hours = inf"),
+        (["quickstart", "--hours", "0.01"], "hours = 0.01"),
+        (["quickstart", "--gpus", "-1"], "gpus = -1"),
+        (["quickstart", "--hours", "nan"], "hours = nan"),
+        (["quickstart", "--gpu", "2"], "no option --gpu: did you mean --gpus"),
+        ([], "missing CONFIG"),
+    ],
+)
+def test_a_job_that_cannot_be_gets_a_sentence(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert re.search(words, f"{capsys.readouterr().err}{ended.value.code}")
