@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         policy,
         rounds,
         runtime,
-        schedule,
         topology,
     )
     from decentjax.correction import exact_diffusion, quasi_global_momentum
@@ -112,7 +111,6 @@ __all__ = [
     "rounds",
     "runtime",
     "scale_by_accum_adam",
-    "schedule",
     "simulate",
     "stack",
     "stacked_shardings",
@@ -133,7 +131,6 @@ _MODULES = (
     "policy",
     "rounds",
     "runtime",
-    "schedule",
     "topology",
 )
 # The modules of the core, each before those that import it; the first do not need jax.

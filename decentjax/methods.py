@@ -14,8 +14,7 @@ from decentjax._core.collectives import is_mixed
 from decentjax._core.public_names import names_of
 from decentjax.exchange import Topology
 from decentjax.plan import GradientMean
-from decentjax.rounds import Rounds, blend, replace
-from decentjax.schedule import cut_leaves
+from decentjax.rounds import Rounds, blend, cut_leaves, replace
 from decentjax.topology import complete, random_matching
 from decentjax.tracking import Tracking
 

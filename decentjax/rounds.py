@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -40,11 +41,11 @@ from decentjax.exchange import Exchange, Topology
 from decentjax.loss import check_call
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
-from decentjax.schedule import Fragment, Schedule, every, in_fragments
+from decentjax.schedule import Fragment, Schedule, every
 from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.updates import Adapt
 
-__all__ = ["Rounds", "blend", "replace", "shift"]
+__all__ = ["Rounds", "blend", "cut_leaves", "replace", "shift"]
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
@@ -190,9 +191,7 @@ class Rounds:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """Which rounds begin and end in each step."""
-        if self.fragments is None:
-            return every(self.topology, self.every, self.delay)
-        return in_fragments(self.topology, self.every, self.fragments, self.delay)
+        return every(self.topology, self.every, self.delay, self.fragments)
 
     @property
     def num_workers(self) -> int:
@@ -233,6 +232,43 @@ class Rounds:
     def check(self, state: WorkerState) -> None:
         """Raises a TypeError if a packed state lacks that of these rounds."""
         check_carried(self, state)
+
+
+def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]]:
+    """Returns fragments of consecutive leaves, of about equal size.
+
+    A leaf belongs to the fragment in which its middle lies.
+
+    Args:
+      sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for a leaf that is
+        not float, and never sent.
+      num_fragments: P.
+
+    Raises:
+      ValueError: if a fragment gets no leaf.
+
+    Examples:
+      >>> from decentjax import rounds
+      >>> rounds.cut_leaves([100, 50, 50, 200], num_fragments=2)
+      [(0, 1, 2), (3,)]
+    """
+    if num_fragments < 1 or not sum(sizes):
+        raise ValueError(
+            "wanted leaves to split into at least 1 fragment, got "
+            f"{len(sizes)} leaves and {num_fragments} fragments"
+        )
+    ends = np.cumsum(sizes)
+    middles = ends - np.array(sizes) / 2
+    parts = (middles * num_fragments / ends[-1]).astype(int).clip(max=num_fragments - 1)
+    found = [tuple(np.flatnonzero(parts == p).tolist()) for p in range(num_fragments)]
+    empty = [p for p, part in enumerate(found) if not sum(sizes[n] for n in part)]
+    if empty:
+        raise ValueError(
+            f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "
+            f"of the {len(sizes)} leaves has {max(sizes) / ends[-1]:.0%} of the model; "
+            "use fewer fragments"
+        )
+    return found
 
 
 class RoundState(NamedTuple):
@@ -455,7 +491,7 @@ def _leaves_to_send(fragment: Fragment, params: Any) -> Leaves:
         raise ValueError(
             "exchanges average floats, and there is none among the leaves "
             f"{fragment or 'of the model'}, whose round would send nothing: name "
-            "others, as schedule.cut_leaves does, or leave it out"
+            "others, as rounds.cut_leaves does, or leave it out"
         )
     return leaves
 

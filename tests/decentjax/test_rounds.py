@@ -27,7 +27,6 @@ from decentjax import (
     place,
     policy,
     rounds,
-    schedule,
     simulate,
     topology,
     worker_mesh,
@@ -37,7 +36,7 @@ from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Background
 from decentjax.plan import schedule_of, worker_step
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, send
-from decentjax.schedule import Event, Round, Schedule, every, in_fragments
+from decentjax.schedule import Event, Round, every
 from decentjax.train_step import TrainStep
 from tests import hlo, oracles
 from tests.quadratics import (
@@ -283,7 +282,7 @@ def test_every_begins_rounds_where_it_says():
     assert late[1] == Event(None, Round(graph[0], delay=2))
     assert [at_end[t].sends is not None for t in range(6)] == 2 * [False, False, True]
     assert {at_end[t].receives for t in range(9)} == {None}
-    late_parts = in_fragments(graph, 4, [(0,), (1,)], 3)
+    late_parts = every(graph, 4, 3, [(0,), (1,)])
     assert [late_parts[t].receives for t in range(3)] == [
         None,  # The second fragment has not begun yet.
         None,
@@ -294,13 +293,13 @@ def test_every_begins_rounds_where_it_says():
 
 
 def test_leaves_are_cut_into_fragments_of_about_equal_size():
-    assert schedule.cut_leaves([1, 1, 1, 1], 2) == [(0, 1), (2, 3)]
-    assert schedule.cut_leaves([4, 1, 1, 2], 2) == [(0,), (1, 2, 3)]
-    assert schedule.cut_leaves([5], 1) == [(0,)]
+    assert rounds.cut_leaves([1, 1, 1, 1], 2) == [(0, 1), (2, 3)]
+    assert rounds.cut_leaves([4, 1, 1, 2], 2) == [(0,), (1, 2, 3)]
+    assert rounds.cut_leaves([5], 1) == [(0,)]
     generator = np.random.default_rng(0)
     for _ in range(50):
         sizes = generator.integers(1, 9, 60).tolist()
-        found = schedule.cut_leaves(sizes, 5)
+        found = rounds.cut_leaves(sizes, 5)
         assert [leaf for leaves in found for leaf in leaves] == list(range(60))
         totals = [sum(sizes[leaf] for leaf in leaves) for leaves in found]
         assert max(totals) - min(totals) <= 2 * max(sizes)
@@ -323,28 +322,17 @@ def run_without_extra():
     [
         (lambda: every(RING, 0), "needs at least 1 step from one to the next, got 0"),
         (lambda: every(RING, 3, 4), "merged after 4 steps, and .* sent again after 3"),
-        (lambda: every(RING, 3, -1), "a delay is at least 0 steps, got -1"),
+        (lambda: every(RING, 3, -1), "use a delay from 0 to 3"),
         (lambda: every(topology.ring, 3), "wanted a Topology"),
-        (lambda: in_fragments(RING, 2, [(0,), (1,), (2,)]), "1 to 2 fragments, got 3"),
-        (lambda: in_fragments(RING, 4, [(0,), ()]), "needs leaves, each of them once"),
-        (
-            lambda: in_fragments(RING, 4, [(0, 1), (1,)]),
-            "a leaf must belong to only one set",
-        ),
-        (lambda: in_fragments(RING, 4, [(0,), (1,)], 5), "sent again after 4"),
-        (lambda: Round(RING[0], (-1,)), "leaves are numbers from 0"),
-        (lambda: Schedule("no", (Round(),)), "needs rounds with exchanges"),
-        (
-            lambda: Schedule("two", (Round(RING[0]), Round(RING[0], delay=1))),
-            r"have the same delay, got \[0, 1\]",
-        ),
-        (
-            lambda: Schedule("two", (Round(RING[0]), Round(topology.ring(5)[0]))),
-            r"all with the same number of workers, got \[4, 5\]",
-        ),
-        (lambda: schedule.cut_leaves([1, 98, 1], 4), r"fragments \[1\] of 4: .* 98%"),
-        (lambda: schedule.cut_leaves([], 1), "0 leaves and 1 fragments"),
-        (lambda: schedule.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
+        (lambda: Rounds(RING, 2, 1, [(0,), (1,), (2,)]), "1 to 2 fragments, got 3"),
+        (lambda: Rounds(RING, 4, 1, [(0,), ()]), "each leaf in one of them"),
+        (lambda: Rounds(RING, 4, 1, [(0, 1), (1,)]), "each leaf in one of them"),
+        (lambda: Rounds(RING, 4, 1, [(0, 0)]), "each leaf in one of them"),
+        (lambda: Rounds(RING, 4, 1, [(-1,)]), "by their numbers from 0"),
+        (lambda: Rounds(RING, 4, 5, [(0,), (1,)]), "sent again after 4"),
+        (lambda: rounds.cut_leaves([1, 98, 1], 4), r"fragments \[1\] of 4: .* 98%"),
+        (lambda: rounds.cut_leaves([], 1), "0 leaves and 1 fragments"),
+        (lambda: rounds.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
         (lambda: iter(every(RING, 3)), "not iterable"),
         (lambda: Rounds(topology.ring), "wanted a Topology, such as"),
         (lambda: Rounds(RING, 3), "wanted a Topology, .* got Schedule"),

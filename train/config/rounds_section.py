@@ -15,8 +15,7 @@ from decentjax.compression import (
     drift,
     error_feedback,
 )
-from decentjax.rounds import blend, replace, shift
-from decentjax.schedule import cut_leaves
+from decentjax.rounds import blend, cut_leaves, replace, shift
 from decentjax.topology import Topology
 from decentjax.tracking import Tracking
 from train.config.checks import check_at_least, check_at_most

@@ -68,9 +68,7 @@ def sent_schedule(rounds: Rounds) -> Schedule:
     if rounds.compression is None:
         return rounds.schedule
     sent = tuple(
-        dataclasses.replace(one, exchange=as_permutations(one.exchange))
-        if one.exchange
-        else one
+        one._replace(exchange=as_permutations(one.exchange)) if one.exchange else one
         for one in rounds.schedule.rounds
     )
     return dataclasses.replace(rounds.schedule, rounds=sent)

@@ -15,7 +15,7 @@ from decentjax.gossip.quorum import QuorumMeans
 from decentjax.gossip.round_port import of_permutations
 from decentjax.links import Message
 from decentjax.rounds import Rounds
-from decentjax.schedule import Round, Schedule, every, in_fragments
+from decentjax.schedule import Round, Schedule, every
 from tests.parties import LOCAL, party_of
 
 GRAPHS = [
@@ -44,7 +44,7 @@ def of_two_periods(graph):
 SCHEDULES = [
     functools.partial(every, num_steps=2),
     functools.partial(every, num_steps=1, delay=1),
-    functools.partial(in_fragments, num_steps=3, fragments=[(0,), (1,)]),
+    functools.partial(every, num_steps=3, delay=1, fragments=[(0,), (1,)]),
     of_two_periods,
 ]
 

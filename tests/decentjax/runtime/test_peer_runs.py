@@ -10,7 +10,7 @@ import pytest
 from decentjax import runtime, topology
 from decentjax.gossip import AutoPatience
 from decentjax.runtime import Cluster, Job, peer_rounds, peers
-from decentjax.schedule import every, in_fragments
+from decentjax.schedule import every
 
 LATENCY = 2.0
 
@@ -165,7 +165,7 @@ SCHEDULES = [
     lambda n: every(topology.complete(n), 3),
     lambda n: every(topology.complete(n), 2, delay=2),
     lambda n: every(topology.ring(n), 4, delay=1),
-    lambda n: in_fragments(topology.complete(n), 6, [[0], [1, 2]], delay=2),
+    lambda n: every(topology.complete(n), 6, 2, [[0], [1, 2]]),
 ]
 
 
@@ -206,7 +206,7 @@ def test_rounds_of_all_workers_take_the_time_of_rounds():
 
 
 def test_each_contribution_is_mixed_once_and_none_is_lost():
-    schedule = in_fragments(topology.complete(4), 6, [[0], [1], [2]], delay=2)
+    schedule = every(topology.complete(4), 6, 2, [[0], [1], [2]])
     late = runtime.delayed(runtime.gamma(1.0, 0.5), 1, 5.0)
     job = Job(model_bytes=1.0, compute=late)
     run = peer_rounds(cluster_of(4, 0.5), job, schedule, 300, count=2, patience=0.5)

@@ -653,7 +653,7 @@ def test_a_round_exposes_what_its_delay_does_not_hide(
     made = schedule.every(pairs, num_steps, delay)
     if fragments > 1:
         leaves = [(number,) for number in range(fragments)]
-        made = schedule.in_fragments(pairs, num_steps, leaves, delay)
+        made = schedule.every(pairs, num_steps, delay, leaves)
     times = runtime.rounds(cluster, job, made, 12 * num_steps, hidden=hidden)
     # A card may still carry the round before: what is bounded holds for it too.
     steps_to_hide = 0 if delay == 0 else delay if hidden else delay - 1
