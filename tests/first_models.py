@@ -4,19 +4,14 @@ Started by test_first_model.py through `decentjax launch`. Prints a line for eac
 its name, and the error that it raises before step 0, or where it arrives.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from decentjax import (
-    all_reduce_step,
-    awc_step,
     distributed,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     local_workers,
@@ -38,21 +33,19 @@ LOCAL = local_update(loss_fn=loss_fn, optimizer=OPTIMIZER)
 def main():
     mesh = distributed.initialize()
     graph, rounds = topology.ring(mesh.size), methods.diloco(mesh.size, 2)
-    batch = place(jnp.zeros((1, 3)), mesh)
+    mean, batch = methods.all_reduce(mesh.size), place(jnp.zeros((1, 3)), mesh)
 
-    def state(seed, extra=()):
+    def state(seed, plan):
         params = {"b": jnp.zeros(2), "w": jax.random.normal(jax.random.key(seed), 3)}
         key, own = jax.random.key(0), local_workers(mesh)
-        carried = init_rounds(rounds, params) if extra else ()
-        new = init_state(params, OPTIMIZER, key, mesh.size, workers=own, extra=carried)
-        return place(new, mesh)
+        return place(init_state(params, OPTIMIZER, key, plan, workers=own), mesh)
 
-    def step_of(order):
-        return on_mesh(functools.partial(order, adapt=LOCAL), graph, mesh)
+    def step_of(plan):
+        return on_mesh(LOCAL, plan, mesh)
 
-    def tried(name, train_step, seed, step, extra=()):
+    def tried(name, train_step, seed, step, plan=graph):
         try:
-            new, _ = train_step(state(seed, extra), batch, step)
+            new, _ = train_step(state(seed, plan), batch, step)
             model = np.asarray(new.params["w"].addressable_shards[0].data).round(3)
             said = f"trains on from {model.tolist()}"
         except ValueError as error:
@@ -61,16 +54,16 @@ def main():
         print(f"{name}: {said}", flush=True)
 
     other = jax.process_index()
-    tried("awc", step_of(awc_step), other, 0)
-    tried("awc goes on", step_of(awc_step), other, 2)
-    tried("awc alike", step_of(awc_step), 7, 0)
-    tried("all_reduce", step_of(all_reduce_step), other, 0)
-    tried("all_reduce goes on", step_of(all_reduce_step), other, 2)
+    tried("awc", step_of(graph), other, 0)
+    tried("awc goes on", step_of(graph), other, 2)
+    tried("awc alike", step_of(graph), 7, 0)
+    tried("all_reduce", step_of(mean), other, 0)
+    tried("all_reduce goes on", step_of(mean), other, 2)
     tried("pieces", gossip.AllReduce(LOCAL, mesh), other, 3)
     tried("background", gossip.Background(LOCAL, graph, mesh), other, 0)
     tried("background alike", gossip.Background(LOCAL, graph, mesh), 7, 0)
     beside = gossip.Background(LOCAL, rounds, mesh)
-    tried("rounds", beside, other, 0, extra=(True,))
+    tried("rounds", beside, other, 0, plan=rounds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 It prints each step when it is done, and with JOIN begins where its peers are. With
 WAGMA it averages in groups of two, and in every tenth step over all. With STORE, an
-address, the book is that of a job under jax.distributed. WAY is a way of `Peers`. With
+address, the book is that of a job under jax.distributed. MERGE is that of `Peers`. With
 ELASTIC, a quorum, workers come and go.
 """
 
@@ -36,7 +36,6 @@ state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker
 batch, first, began = jnp.full(1, float(worker)), 0, time.monotonic()
 party = Party(book, [worker], worker_mesh(1, jax.local_devices()))
 mixed = []
-way = os.environ.get("WAY", "arrived")
 elastic = None
 if "ELASTIC" in os.environ:
     elastic = Elastic(topology.ring, int(os.environ["ELASTIC"]), silent_seconds=2)
@@ -44,7 +43,7 @@ train_step = Peers(
     local,
     graph,
     party,
-    merge=way,
+    merge=os.environ.get("MERGE", "arrived"),
     used=lambda one: mixed.extend(one.models),
     elastic=elastic,
 )

@@ -226,13 +226,12 @@ def test_what_the_processes_do_is_a_step_an_exchange_and_both():
 
     batch = np.stack([first_batch(config, task)] * 4)
     local = local_update(loss_fn=task.loss_fn, optimizer=optimizer)
-    step = local
     first = jax.tree.map(lambda x: x[:1], start())
     for name, graph, state in [
         (COMPUTE, topology.complete(1), first),
         (BOTH, topology.one_peer_exponential(4), start()),
     ]:
-        train_step = simulate(step, graph)
+        train_step = simulate(local, graph)
         for t in range(2):
             state, _ = train_step(state, batch[: graph.num_workers], t)
         for ours, wanted in zip(

@@ -59,7 +59,7 @@ def test_a_step_has_one_view_of_who_lives():
 @pytest.mark.parametrize(
     ("elastic", "options", "words"),
     [
-        (Elastic(topology.ring), {"way": "swaps"}, 'needs the way "arrived"'),
+        (Elastic(topology.ring), {"merge": "swaps"}, 'needs merge="arrived"'),
         (Elastic(topology.ring), {"patience": math.inf}, "a finite patience"),
         (Elastic(topology.ring, quorum=4), {}, "quorum must be from 1 to 3"),
         (Elastic(topology.ring, quorum=0), {}, "quorum must be from 1 to 3"),

@@ -18,7 +18,6 @@ from parties import party_of
 from decentjax import (
     check_one_model,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     methods,
@@ -73,16 +72,14 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
     def work(worker):
         party = party_of(tmp_path, [worker])
         params = jnp.full(3, 1.0 + worker * unlike)
-        extra = init_rounds(rounds, params) if kind == "rounds" else ()
+        plan = rounds if kind == "rounds" else topology.ring(2)
         key = jax.random.key(0)
-        state = init_state(params, optimizer, key, 2, workers=[worker], extra=extra)
+        state = init_state(params, optimizer, key, plan, workers=[worker])
         state, batch = place((state, jnp.zeros((1, 3))), party.mesh)
-        if kind == "peers":
-            peers = gossip.Peers(local, topology.ring(2), party, patience=60.0)
-        elif kind == "rounds":
-            peers = gossip.Peers(local, rounds, party, patience=60.0)
-        else:
+        if kind == "wagma":
             peers = gossip.Wagma(local, gossip.Butterfly(2, 2, 4), party, patience=60.0)
+        else:
+            peers = gossip.Peers(local, plan, party, patience=60.0)
         with peers:
             for step in range(4):
                 state, _ = peers(state, batch, step)

@@ -30,7 +30,6 @@ from decentjax import (
     codec,
     decentralize,
     gossip,
-    init_rounds,
     init_state,
     local_update,
     mean_model,
@@ -95,15 +94,9 @@ def of_library(plan, optimizer=OPTIMIZER):
         return loss_of(params, *batch), (model_state, {})
 
     local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-    if isinstance(plan, Rounds):
-        step = local
-        plan, extra = plan.schedule, init_rounds(plan, PARAMS)
-    else:
-        step, extra = local, ()
-    n = plan.num_workers
-    state = init_state(PARAMS, optimizer, jax.random.key(0), n, extra=extra)
-    train_step = simulate(step, plan)
-    for t, batch in enumerate(batches(n)):
+    train_step = simulate(local, plan)
+    state = train_step.init(PARAMS, jax.random.key(0))
+    for t, batch in enumerate(batches(plan.num_workers)):
         state, _ = train_step(state, batch, t)
     return state.params
 
@@ -179,8 +172,7 @@ def test_the_state_that_was_given_stays_as_it_was(as_array, num_workers):
 @pytest.mark.parametrize("plan", [topology.ring(4), methods.diloco(4, num_steps=2)])
 def test_a_wrapped_step_exchanges_in_a_second_thread(plan):
     mesh = worker_mesh(4)
-    kinds = {True: gossip.BackgroundRounds, False: gossip.Background}
-    run_it = functools.partial(kinds[isinstance(plan, Rounds)], mesh=mesh)
+    run_it = functools.partial(gossip.Background, mesh=mesh)
     with wrap(own_step, plan, mesh, run=run_it) as step:
         ended = run(step, step.init(start()), lambda batch: place(batch, mesh))
         step.settle()
@@ -294,8 +286,7 @@ SLICES = {
 def test_shards_of_a_worker_stay_where_they_lie(in_thread, plan, kind):
     mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(kind, kind))
     loss_fn = explicit_loss if kind is AxisType.Explicit else loss_of
-    threads = {True: gossip.BackgroundRounds, False: gossip.Background}
-    thread = functools.partial(threads[isinstance(plan, Rounds)], mesh=mesh)
+    thread = functools.partial(gossip.Background, mesh=mesh)
     one_step = functools.partial(own_step, loss_fn=loss_fn)
     with wrap(one_step, plan, mesh, run=thread if in_thread else None) as step:
         state = step.init(in_shards(start(), mesh))
@@ -829,7 +820,7 @@ def of_named_parts():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: wrap(own_step, 8), r"wanted a topology or rounds.* got int"),
+        (lambda: wrap(own_step, 8), r"wanted a plan: a topology.* got int"),
         (
             lambda: wrap(lambda state: state, topology.ring(2)),
             r"train_step\(state, bat",

@@ -1,4 +1,4 @@
-"""Exchanges in a second thread: the numbers of `awc_step`, and who waits for whom."""
+"""Exchanges in a second thread: the numbers of `on_mesh`, and who waits for whom."""
 
 import contextlib
 import functools
@@ -25,19 +25,17 @@ from decentjax import (
     Lowering,
     Topology,
     accum_adamw,
-    adapt,
-    all_reduce_step,
-    awc_step,
     gossip,
     init_state,
     local_update,
+    methods,
     mix,
     on_mesh,
     place,
     topology,
     worker_mesh,
 )
-from decentjax.gossip import stages
+from decentjax.gossip import pipeline
 from decentjax.gossip.thread_port import Carrier
 
 # Longer than any wait here should be, so that a deadlock is a failure.
@@ -77,18 +75,17 @@ class Case(NamedTuple):
     def mesh(self) -> Mesh:
         return worker_mesh(self.graph.num_workers)
 
-    def bound(self, step, **mixing):
-        local = local_update(
+    @property
+    def local(self):
+        return local_update(
             loss_fn=loss_fn,
             optimizer=self.optimizer,
             num_micro_batches=self.num_micro_batches,
         )
-        if step is adapt:
-            return local
-        if not mixing:
-            return functools.partial(step, adapt=local)
-        averaging = functools.partial(mix, axis_name=AXIS, **mixing)
-        return functools.partial(step, adapt=local, mix=averaging)
+
+    def in_step(self, **mixing):
+        averaging = functools.partial(mix, axis_name=AXIS, **mixing) if mixing else None
+        return on_mesh(self.local, self.graph, self.mesh, mix=averaging)
 
     def start(self):
         inner, outer = jax.random.split(jax.random.key(1))
@@ -129,14 +126,12 @@ def _arrays(tree):
 
 @functools.cache
 def _wanted(case, steps=(0, 1, 2, 3)):
-    bound = case.bound(awc_step, message_dtype=case.message_dtype)
-    return _run(on_mesh(bound, case.graph, case.mesh), case, steps)
+    return _run(case.in_step(message_dtype=case.message_dtype), case, steps)
 
 
 def _in_background(case, lowering=DEFAULT, **options):
-    adapt_one = case.bound(adapt)
     return gossip.Background(
-        adapt_one, case.graph, case.mesh, case.message_dtype, lowering, **options
+        case.local, case.graph, case.mesh, case.message_dtype, lowering, **options
     )
 
 
@@ -156,7 +151,7 @@ def _assert_same(got, wanted, atol=0.0):
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch):
     """Of the three leaves, 28 B, 140 B and 84 B, each makes a group."""
-    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", 1)
 
 
 def _butterfly(num_workers):
@@ -215,7 +210,7 @@ ROUNDED = {
 @pytest.mark.slow
 @pytest.mark.draw(6)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
-def test_the_numbers_are_those_of_awc_bit_for_bit(case):
+def test_the_numbers_are_those_of_the_step_bit_for_bit(case):
     """State, keys and metrics after each of four steps."""
     with _in_background(case) as train_step:
         _assert_same(_run(train_step, case), _wanted(case))
@@ -224,7 +219,7 @@ def test_the_numbers_are_those_of_awc_bit_for_bit(case):
 @pytest.mark.slow
 @pytest.mark.draw(6)
 @pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
-def test_the_numbers_are_those_of_awc_to_rounding(case):
+def test_the_numbers_are_those_of_the_step_to_rounding(case):
     with _in_background(case) as train_step:
         _assert_same(_run(train_step, case), _wanted(case), atol=2e-5)
 
@@ -232,7 +227,7 @@ def test_the_numbers_are_those_of_awc_to_rounding(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 150, 2**20])
 def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
-    monkeypatch.setattr(stages, "GROUP_BYTES", size)
+    monkeypatch.setattr(pipeline, "GROUP_BYTES", size)
     with _in_background(Case()) as train_step:
         _assert_same(_run(train_step, Case()), _wanted(Case()))
 
@@ -276,9 +271,7 @@ def test_what_is_on_its_way_is_not_taken_for_the_mean_of_other_models():
         state = state._replace(params=params)
         copied = _copied(state)
         got = _step(train_step, case, state, 1)
-    wanted = _step(
-        on_mesh(case.bound(awc_step), case.graph, case.mesh), case, copied, 1
-    )
+    wanted = _step(case.in_step(), case, copied, 1)
     _assert_same(_arrays(got), _arrays(wanted))
 
 
@@ -295,7 +288,7 @@ def test_a_shorter_batch_is_another_program_and_the_same_step():
             return super().batch(t) if t % 2 else _short(super().batch(t))
 
     short = Short(*case)
-    wanted = _run(on_mesh(short.bound(awc_step), short.graph, short.mesh), short)
+    wanted = _run(short.in_step(), short)
     with _in_background(case) as train_step:
         _assert_same(_run(train_step, short), wanted)
 
@@ -319,9 +312,7 @@ def test_after_a_step_that_failed_the_next_starts_its_exchange_anew():
             train_step(state, place((inputs, targets[:, :, :2]), case.mesh), 1)
         copied = _copied(state)
         got = _step(train_step, case, state, 2)
-    wanted = _step(
-        on_mesh(case.bound(awc_step), case.graph, case.mesh), case, copied, 2
-    )
+    wanted = _step(case.in_step(), case, copied, 2)
     _assert_same(_arrays(got), _arrays(wanted))
 
 
@@ -352,15 +343,14 @@ def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
 @pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
 def test_a_step_with_the_same_lowering_has_the_same_numbers(graph, options):
     case = Case(graph)
-    in_step = case.bound(awc_step, **options)
-    wanted = _run(on_mesh(in_step, case.graph, case.mesh), case)
+    wanted = _run(case.in_step(**options), case)
     with _in_background(case, **options) as train_step:
         _assert_same(_run(train_step, case), wanted)
 
 
 def test_a_jitted_step_is_cut_and_has_the_same_numbers():
     case = Case()
-    adapt_one = jax.jit(case.bound(adapt))
+    adapt_one = jax.jit(case.local)
     with gossip.Background(adapt_one, case.graph, case.mesh) as train_step:
         _assert_same(_run(train_step, case), _wanted(case))
 
@@ -380,8 +370,7 @@ def test_the_axes_of_the_mesh_may_be_explicit_as_jax_makes_them(placed):
     explicit = Explicit(*case)
     with _in_background(explicit) as train_step:
         _assert_same(_run(train_step, explicit, placed=placed), _wanted(case))
-    in_step = on_mesh(case.bound(awc_step), case.graph, explicit.mesh)
-    _assert_same(_run(in_step, explicit, placed=placed), _wanted(case))
+    _assert_same(_run(explicit.in_step(), explicit, placed=placed), _wanted(case))
 
 
 @pytest.mark.slow
@@ -413,8 +402,8 @@ def test_metrics_may_be_python_numbers():
 
 @pytest.mark.parametrize("make", [lambda: TWO[0], lambda: topology.ring])
 def test_what_is_no_topology_is_refused(make):
-    with pytest.raises(TypeError, match=r"wanted a Topology, such as topology.ring\(8"):
-        gossip.Background(Case().bound(adapt), make(), worker_mesh(2))
+    with pytest.raises(TypeError, match=r"wanted a plan: .* call a function of dec"):
+        gossip.Background(Case().local, make(), worker_mesh(2))
 
 
 @pytest.mark.parametrize("all_reduce", [True, False])
@@ -422,7 +411,7 @@ def test_a_state_that_was_given_up_is_refused(all_reduce):
     case = Case()
     state = place(case.start(), case.mesh)
     if all_reduce:
-        train_step = gossip.AllReduce(case.bound(adapt), case.mesh)
+        train_step = gossip.AllReduce(case.local, case.mesh)
     else:
         train_step = _in_background(case)
     with train_step:
@@ -512,7 +501,7 @@ def test_a_step_that_asks_for_its_peers_is_refused(function):
 
     with (
         gossip.Background(adapt_one, case.graph, case.mesh) as train_step,
-        pytest.raises(ValueError, match="adapt runs without the workers' axis"),
+        pytest.raises(ValueError, match="update runs without the workers' axis"),
     ):
         _step(train_step, case, place(case.start(), case.mesh), 0)
 
@@ -602,10 +591,7 @@ def _sharing(state, batch, mixed):
 def test_any_function_of_arrays_may_adapt(adapt_one):
     case = Case(optimizer=optax.sgd(0.1))
 
-    def step(state, batch, exchange):
-        return adapt_one(state, batch, mix(state.params, exchange, AXIS))
-
-    wanted = _run(on_mesh(step, case.graph, case.mesh), case)
+    wanted = _run(on_mesh(adapt_one, case.graph, case.mesh), case)
     with gossip.Background(adapt_one, case.graph, case.mesh) as train_step:
         _assert_same(_run(train_step, case), wanted, atol=1e-6)
 
@@ -622,7 +608,7 @@ def test_the_buffers_of_a_state_are_given_up_but_for_the_models():
 def test_a_mesh_of_another_size_is_refused():
     sentence = r"the topology's 2 workers, got {'workers': 8}"
     with pytest.raises(ValueError, match=sentence):
-        gossip.Background(Case().bound(adapt), TWO, worker_mesh(8))
+        gossip.Background(Case().local, TWO, worker_mesh(8))
 
 
 def test_the_devices_that_exchange_are_those_of_the_workers():
@@ -644,10 +630,11 @@ ALL_REDUCE = {
 @pytest.mark.parametrize(("case", "atol"), ALL_REDUCE.values(), ids=ALL_REDUCE)
 def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
     """Bit for bit, but where the mean of the gradients is squared."""
-    wanted = _run(on_mesh(case.bound(all_reduce_step), case.graph, case.mesh), case)
+    plan = methods.all_reduce(case.graph.num_workers)
+    wanted = _run(on_mesh(case.local, plan, case.mesh), case)
     notes = []
     with gossip.AllReduce(
-        case.bound(adapt), case.mesh, lambda *note: notes.append(note)
+        case.local, case.mesh, lambda *note: notes.append(note)
     ) as train_step:
         _assert_same(_run(train_step, case), wanted, atol)
         train_step.settle()
@@ -674,7 +661,7 @@ def test_a_closed_train_step_leaves_no_model_behind():
 @pytest.mark.slow
 def test_all_reduce_keeps_no_gradient_from_step_to_step():
     case, means = Case(), []
-    with gossip.AllReduce(case.bound(adapt), case.mesh) as train_step:
+    with gossip.AllReduce(case.local, case.mesh) as train_step:
         mean = train_step._mean
 
         def spied(grads):

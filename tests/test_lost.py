@@ -13,13 +13,12 @@ from parties import party_of
 from test_handshake import until
 from test_peers import LONG, encoded, in_background, rounds_run, run
 
-from decentjax import topology
+from decentjax import Rounds, topology
 from decentjax.codec import int8
 from decentjax.compression import copies
 from decentjax.gossip import Butterfly, Folder
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.links.transport import Transport
-from decentjax.rounds import Rounds
 
 
 class Late(list):
@@ -197,7 +196,7 @@ def test_peers_that_wait_have_the_same_numbers_whatever_is_lost(way, lossy, tmp_
     lossy(one_in(4))
     graph = topology.ring(3)
     wanted = in_background(graph)
-    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), way=way)):
+    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), merge=way)):
         for got, want in zip(found, wanted, strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_array_equal(x[0], y[worker])

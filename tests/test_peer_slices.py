@@ -19,7 +19,6 @@ from parties import training
 
 from decentjax import (
     gossip,
-    init_rounds,
     init_state,
     local_update,
     methods,
@@ -105,9 +104,8 @@ def run(folder, way, kinds):
 
     def work(worker):
         party = party_of(folder, worker, kinds)
-        extra = init_rounds(LOCAL_SGD, params()) if way == "rounds" else ()
-        key = jax.random.key(0)
-        state = init_state(params(), OPTIMIZER, key, 2, (), [worker], extra)
+        plan, key = LOCAL_SGD if way == "rounds" else 2, jax.random.key(0)
+        state = init_state(params(), OPTIMIZER, key, plan, workers=[worker])
         state = placed(state, party.mesh)
         with STEPS_OF[way](party) as train_step:
             for step in range(STEPS):

@@ -24,6 +24,7 @@ from parties import party_of
 
 from decentjax import (
     AXIS,
+    Rounds,
     Topology,
     gossip,
     init_state,
@@ -40,8 +41,6 @@ from decentjax.gossip import Folder, Peers
 from decentjax.gossip.merging import WAYS, form_of
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.mixing import mix_arrived
-from decentjax.rounds import Rounds, init_rounds
-from decentjax.schedule import every
 from train.launch import check_port
 
 # Longer than any wait here should be, so that a deadlock is a failure.
@@ -77,7 +76,7 @@ def run(
     patience=math.inf,
     delays=lambda worker, step: 0.0,
     binds=None,
-    way="arrived",
+    merge="arrived",
 ):
     """Trains each worker in a thread and on a device of its own.
 
@@ -93,7 +92,7 @@ def run(
         mesh = party.mesh
         state = place(start(num_workers, worker), mesh)
         peers = Peers(
-            LOCAL, graph, party, merge=way, patience=patience, used=used.append
+            LOCAL, graph, party, merge=merge, patience=patience, used=used.append
         )
         with peers:
             for step, row in enumerate(batches(num_workers)):
@@ -139,7 +138,7 @@ def in_background(graph):
 @pytest.mark.parametrize("way", WAYS)
 def test_who_awaits_all_models_has_the_numbers_of_awc(graph, way, tmp_path):
     wanted = in_background(graph)
-    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), way=way)):
+    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), merge=way)):
         for got, want in zip(found, wanted, strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 # Where weights differ, XLA may fuse a product with a sum, or not.
@@ -192,18 +191,15 @@ STILL = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.0))
 
 def rounds_run(how, folder, num_steps):
     """The models of each worker after each step, [num_steps, N, ...], in threads."""
-    num_workers = how.schedule.num_workers
+    num_workers = how.num_workers
     rows = batches(num_workers)
     params = jax.tree.map(lambda x: x[0], start(num_workers).params)
-    extra = init_rounds(how, params)
     done = threading.Barrier(num_workers)
 
     def work(worker):
         party, found, used = party_of(folder, [worker]), [], []
         mesh, key = party.mesh, jax.random.key(0)
-        state = place(
-            init_state(params, OPTIMIZER, key, num_workers, (), [worker], extra), mesh
-        )
+        state = place(init_state(params, OPTIMIZER, key, how, workers=[worker]), mesh)
         options = {"patience": math.inf, "used": used.append}
         with Peers(LOCAL, how, party, **options) as step:
             for t in range(num_steps):
@@ -266,21 +262,18 @@ def encoded(how, codec, sent=error_feedback, **options):
     ],
 )
 def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
-    num_steps, num_workers = 9, how.schedule.num_workers
+    num_steps, num_workers = 9, how.num_workers
     found, used = rounds_run(how, tmp_path, num_steps)
     rows, state = batches(num_workers), start(num_workers)
     params = jax.tree.map(lambda x: x[0], state.params)
-    extra = init_rounds(how, params)
-    key = jax.random.key(0)
-    state = init_state(params, OPTIMIZER, key, num_workers, extra=extra)
-    step = LOCAL
-    train_step = simulate(step, how)
+    train_step = simulate(LOCAL, how)
+    state = train_step.init(params, jax.random.key(0))
     for t in range(num_steps):
         state, _ = train_step(state, rows[t % STEPS], t)
         for name, leaf in state.params.items():
             np.testing.assert_allclose(found[t][name], leaf, rtol=2e-6, atol=1e-6)
     merged = sum(how.schedule[t].receives is not None for t in range(num_steps))
-    if how.schedule.delay == 0:
+    if how.delay == 0:
         merged = how.schedule.count(num_steps)
     for of_worker in used:
         begins = [t for t in range(num_steps) if how.schedule[t].sends is not None]
@@ -310,9 +303,8 @@ def test_a_leaf_without_elements_stops_no_round(codec, tmp_path):
     how = Rounds(topology.ring(2), 2, delay=1, fragments=[(0,), (1, 2)])
     how = how if codec is None else encoded(how, codec)
     params = {"a": jnp.zeros(2), "b": jnp.zeros(0), "c": jnp.zeros(3)}
-    party, extra, used = party_of(tmp_path, [0, 1]), init_rounds(how, params), []
-    key = jax.random.key(0)
-    state = init_state(params, OPTIMIZER, key, 2, extra=extra)
+    party, used, key = party_of(tmp_path, [0, 1]), [], jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, how)
     state, batch = place((state, np.float32([1, 3])), party.mesh)
     options = {"patience": math.inf, "used": used.append}
     with Peers(LOCAL, how, party, **options) as step:
@@ -341,21 +333,20 @@ def test_the_weight_of_a_missing_message_stays_with_the_own_model():
 def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
     monkeypatch.setattr(Links, "meet", lambda *_: None)
     monkeypatch.setattr(Links, "wait", lambda *_: None)
-    plan = every(topology.ring(2), 1, 1)
+    plan = Rounds(topology.ring(2), delay=1)
     params = jax.tree.map(lambda x: x[0], start(1).params)
 
     def step(how, name):
-        key, extra = jax.random.key(0), init_rounds(how, params)
-        party = party_of(tmp_path / name, [0])
-        state = init_state(params, OPTIMIZER, key, 2, (), [0], extra)
+        key, party = jax.random.key(0), party_of(tmp_path / name, [0])
+        state = init_state(params, OPTIMIZER, key, how, workers=[0])
         state, batch = place((state, np.ones(1, "f4")), party.mesh)
         with Peers(LOCAL, how, party, patience=math.inf) as step:
             return step(state, batch, 0)
 
-    step(encoded(Rounds(plan), int8()), "model")
+    step(encoded(plan, int8()), "model")
     words = r"worker 0 has no message of the workers \[1\] in round 0"
     with pytest.raises(ConnectionError, match=words):
-        step(encoded(Rounds(plan), int8(), copies), "copy")
+        step(encoded(plan, int8(), copies), "copy")
 
 
 @pytest.mark.slow
@@ -365,9 +356,8 @@ def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
     params = jax.tree.map(lambda x: x[0], start(1).params)
 
     def work(worker):
-        party, extra = party_of(tmp_path, [worker]), init_rounds(how, params)
-        key = jax.random.key(0)
-        state = init_state(params, OPTIMIZER, key, 2, (), [worker], extra)
+        party, key = party_of(tmp_path, [worker]), jax.random.key(0)
+        state = init_state(params, OPTIMIZER, key, how, workers=[worker])
         state, batch = place((state, np.ones(1, "f4")), party.mesh)
         options = {
             "patience": math.inf,
@@ -394,9 +384,8 @@ def test_a_late_peer_of_a_round_is_not_awaited(codec, tmp_path):
     party = party_of(tmp_path, [1])
     mesh = party.mesh
     params = jax.tree.map(lambda x: x[0], start(1).params)
-    extra, used = init_rounds(how, params), []
-    key = jax.random.key(0)
-    state = init_state(params, OPTIMIZER, key, 3, (), [1], extra)
+    used, key = [], jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, how, workers=[1])
     alone, _ = adapt_alone(params, 4)
     with Peers(LOCAL, how, party, used=used.append) as train_step:
         state = place(state, mesh)
@@ -439,7 +428,7 @@ def adapt_alone(params, num_steps):
         (
             methods.gradient_tracking(topology.ring(2)),
             {"patience": math.inf},
-            "tracking run in the step: use on_mesh.round_step",
+            "tracking run in the step: use on_mesh, decentralize",
         ),
         (
             encoded(Rounds(topology.exponential(5), 2), int8(), copies),
@@ -515,7 +504,7 @@ def test_swaps_need_a_graph_that_is_symmetric(tmp_path):
     party = party_of(tmp_path, [0])
     with pytest.raises(ValueError, match="exponential is not symmetric: swaps need"):
         Peers(LOCAL, topology.exponential(5), party, merge="swaps")
-    with pytest.raises(ValueError, match="way must be one of arrived, swaps, got 'swa"):
+    with pytest.raises(ValueError, match="merge must be one of arrived, swaps or a Q"):
         Peers(LOCAL, topology.ring(4), party, merge="swap")
 
 
@@ -536,7 +525,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
         return 0.3 if (worker + step) % num_workers == 0 else 0.002
 
     book = Folder(tmp_path)
-    results = run(graph, book, patience=0.1, delays=delays, way=way)
+    results = run(graph, book, patience=0.1, delays=delays, merge=way)
     records = [one for _, used in results for one in used]
     assert any(one.models for one in records)
     states = gossip.replay(
@@ -868,8 +857,8 @@ def test_only_floats_are_mixed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"topology": topology.complete(4)}, "groups or nodes"),
-        ({"topology": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
+        ({"plan": topology.complete(4)}, "groups or nodes"),
+        ({"plan": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
         ({"workers": [4]}, "distinct numbers from 0 to 3"),
         ({"workers": [0, 1]}, "this process's 2 workers"),
         ({"patience": -1.0}, "patience must not be negative"),
@@ -877,7 +866,7 @@ def test_only_floats_are_mixed(tmp_path):
     ],
 )
 def test_what_peers_cannot_do_is_refused(change, words, tmp_path):
-    options = {"topology": topology.ring(4), "workers": [0], **change}
+    options = {"plan": topology.ring(4), "workers": [0], **change}
     mesh, workers = Mesh(jax.devices()[:1], (AXIS,)), options.pop("workers")
 
     def make():
@@ -1054,13 +1043,13 @@ def test_a_store_without_a_job_is_refused():
 @pytest.mark.slow
 def test_a_worker_that_comes_back_begins_anew(tmp_path):
     """Models are exchanged in both directions after a restart."""
-    workers = [spawn(tmp_path, worker, 2, WAY="swaps") for worker in range(2)]
+    workers = [spawn(tmp_path, worker, 2, MERGE="swaps") for worker in range(2)]
     try:
         for worker in workers:
             read_until(worker, 20)
         workers[0].kill()
         workers[0].communicate()
-        workers[0] = spawn(tmp_path, 0, 2, WAY="swaps", JOIN="1")
+        workers[0] = spawn(tmp_path, 0, 2, MERGE="swaps", JOIN="1")
         step = int(read_until(workers[0], 0)[0])
         assert step >= 20
         for worker in workers:

@@ -10,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from decentjax.gossip.peer_rounds import from_anchor, of_permutations
 from parties import party_of
 from test_peers import LOCAL, LONG, OPTIMIZER, PARTS, batches, loss_fn, run, start
 
-from decentjax import init_state, local_update, methods, place, simulate, topology
+from decentjax import (
+    Rounds,
+    init_state,
+    local_update,
+    methods,
+    place,
+    simulate,
+    topology,
+)
 from decentjax._core.patience import Waits
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
@@ -37,8 +44,8 @@ from decentjax.gossip.quorum import (
     QuorumMeans,
     weighted_mean,
 )
+from decentjax.gossip.round_port import from_anchor, of_permutations
 from decentjax.links import Links, Piece, Said
-from decentjax.rounds import Rounds, init_rounds
 from decentjax.schedule import every
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -51,16 +58,15 @@ def first(num_workers):
 
 def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **options):
     """Trains each worker in a thread; returns models by step, records, and steps."""
-    num_workers = how.schedule.num_workers
+    num_workers = how.num_workers
     rows, params = batches(num_workers), first(num_workers)
-    extra, done = init_rounds(how, params), threading.Barrier(num_workers)
+    done = threading.Barrier(num_workers)
 
     def work(worker):
         party, found, used = party_of(folder, [worker]), {}, []
-        key = jax.random.key(0)
-        own = params, OPTIMIZER, key, num_workers, (), [worker], extra
-        state = place(init_state(*own), party.mesh)
-        given = {"patience": LONG, "used": used.append, "quorum": quorum, **options}
+        own = params, OPTIMIZER, jax.random.key(0), how
+        state = place(init_state(*own, workers=[worker]), party.mesh)
+        given = {"patience": LONG, "used": used.append, "merge": quorum, **options}
         with Peers(LOCAL, how, party, **given) as step:
             t = 0
             while (t := step.due(t) if skips else t) < num_steps:
@@ -98,14 +104,12 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
 def test_with_all_contributions_the_numbers_are_those_of_the_step(
     how, weights, tmp_path
 ):
-    num_steps, num_workers = 9, how.schedule.num_workers
+    num_steps, num_workers = 9, how.num_workers
     quorum = Quorum(num_workers, weights)
     results = train(how, tmp_path, num_steps, quorum, skips=False)
     rows, params = batches(num_workers), first(num_workers)
-    extra, key = init_rounds(how, params), jax.random.key(0)
-    state = init_state(params, OPTIMIZER, key, num_workers, extra=extra)
-    step = LOCAL
-    train_step = simulate(step, how)
+    train_step = simulate(LOCAL, how)
+    state = train_step.init(params, jax.random.key(0))
     for t in range(num_steps):
         state, _ = train_step(state, rows[t % STEPS], t)
         for worker, (found, _) in enumerate(results):
@@ -262,10 +266,9 @@ def test_who_joins_begins_from_its_anchor():
     """What the peer has learned since counts as the peer's, sent or not."""
     how = Rounds(topology.complete(2), 4, delay=3, outer=optax.sgd(0.7, 0.9))
     params = first(2)
-    state = init_state(
-        jax.tree.map(lambda x: x + 1, params), OPTIMIZER, jax.random.key(0), how
-    )
-    found = from_anchor(state)
+    state = init_state(params, OPTIMIZER, jax.random.key(0), how)
+    later = jax.tree.map(lambda x: x + 1, state.params)
+    found = from_anchor(state._replace(params=later))
     for name, leaf in params.items():
         np.testing.assert_array_equal(found.params[name][0], leaf)
     for number, leaf in enumerate(jax.tree.leaves(params)):
@@ -418,8 +421,8 @@ def test_what_no_quorum_can_be_is_refused(make, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quorum": Quorum(4)}, "a round of 3 workers has no 4"),
-        ({"quorum": Quorum(), "patience": math.inf}, "a quorum waits .* for a while"),
+        ({"merge": Quorum(4)}, "a round of 3 workers has no 4"),
+        ({"merge": Quorum(), "patience": math.inf}, "a quorum waits .* for a while"),
         ({"elastic": Elastic(topology.complete), "patience": math.inf}, "a finite pat"),
     ],
 )
@@ -499,15 +502,15 @@ CENTER = 20.0  # Of what workers are to learn, far from where they begin.
 def attacked(folder, attack, quorum, num_workers=8, num_steps=60):
     """The models of the others, [N - 1, 7], where worker 0 sends what it likes."""
     how, params = methods.diloco(num_workers, 3), first(num_workers)
-    extra, done = init_rounds(how, params), threading.Barrier(num_workers)
+    done = threading.Barrier(num_workers)
     rows = CENTER + np.random.default_rng(0).standard_normal((num_steps, num_workers))
 
     def work(worker):
         draw, key = np.random.default_rng(worker), jax.random.key(0)
         party = party_of(folder, [worker])
-        own = params, OPTIMIZER, key, num_workers, (), [worker], extra
-        state = place(init_state(*own), party.mesh)
-        given = {"patience": LONG, "quorum": quorum}
+        own = params, OPTIMIZER, key, how
+        state = place(init_state(*own, workers=[worker]), party.mesh)
+        given = {"patience": LONG, "merge": quorum}
         with Peers(LOCAL, how, party, **given) as step:
             for t in range(num_steps):
                 batch = place(np.float32(rows[t, worker])[None], party.mesh)
@@ -559,10 +562,8 @@ def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
     optimizer = optax.sgd(0.125, momentum=0.5)
     local = local_update(loss_fn=loss_fn, optimizer=optimizer)
     params, key = first(2), jax.random.key(0)
-    extra = init_rounds(how, params)
     states = [
-        init_state(params, optimizer, key, 2, (), [worker], extra)
-        for worker in range(2)
+        init_state(params, optimizer, key, how, workers=[worker]) for worker in range(2)
     ]
     models = tuple(Taken(worker, 3, 3, 0.5) for worker in range(2))
     records = [Used(3, worker, 0, models) for worker in range(2)]
@@ -602,9 +603,9 @@ def test_weights_that_are_not_recorded_are_those_of_the_run(how, tmp_path):
     options = {"patience": 0.01, "delays": lambda worker, t: draw[t, worker]}
     results = train(how, tmp_path, 12, quorum, **options)
     rows, params = batches(num_workers), first(num_workers)
-    extra, key = init_rounds(how, params), jax.random.key(0)
+    key = jax.random.key(0)
     states = [
-        init_state(params, OPTIMIZER, key, num_workers, (), [worker], extra)
+        init_state(params, OPTIMIZER, key, how, workers=[worker])
         for worker in range(num_workers)
     ]
     records = [

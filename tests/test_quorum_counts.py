@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decentjax.gossip.peer_rounds import of_permutations
 from parties import party_of
 from test_peers import LOCAL
 
@@ -15,6 +14,7 @@ from decentjax import topology
 from decentjax.exchange import Topology
 from decentjax.gossip import Peers, Quorum
 from decentjax.gossip.quorum import QuorumMeans
+from decentjax.gossip.round_port import of_permutations
 from decentjax.links import Message
 from decentjax.rounds import Rounds
 from decentjax.schedule import Round, Schedule, every, in_fragments
@@ -241,8 +241,8 @@ def test_who_joins_counts_what_its_peer_had_not_merged(delay, step, tmp_path):
     party, post = party_of(tmp_path, [0]), Post()
     peers = Peers(LOCAL, how, party, merge=Quorum(), patience=1.0)
     own, other = (means(how.schedule, post, Quorum(discount=1.0)) for _ in range(2))
-    peers._round_port._way = own
-    peers._round_port.forget(step)
+    peers._peers._way = own
+    peers._peers.forget(step)
     for number in range(merged + 1):
         other.count(1, 7)
         other.send(1, 0, None, number)

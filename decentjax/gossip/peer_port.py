@@ -118,7 +118,7 @@ class PeerPort:
         num_workers = self.topology.num_workers
         if not self._make_way.takes_newest or self.waits.longest == math.inf:
             raise ValueError(
-                'elastic needs the way "arrived" and a finite patience, got '
+                'elastic needs merge="arrived" or a Quorum, and a finite patience, got '
                 f"{self._make_way.__name__} and {self.waits.longest}"
             )
         elastic.check(num_workers)

@@ -287,8 +287,9 @@ def make_stages(
         if "unbound axis" not in str(error):
             raise
         raise ValueError(
-            f"adapt runs without the workers' axis, and so without collectives and "
-            f"axis_index ({error}): pass what it needs in the batch or the state"
+            "the local update runs without the workers' axis, and so without "
+            f"collectives and axis_index ({error}): pass what it needs in the batch "
+            "or the state"
         ) from error
 
     def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
