@@ -393,7 +393,7 @@ def run_without_extra():
         (lambda: Rounds(topology.ring), "wanted a Topology, such as"),
         (lambda: Rounds(every(RING, 3)), "wanted a Topology, .* got Schedule"),
         (lambda: run_without_extra(), "make it by step.init.*, got tuple"),
-        (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
+        (lambda: rounds.blend(1.5), r"share must be in \[0, 1\], got 1.5"),
         (
             lambda: Rounds(RING, outer=optax.sgd(0.7)),
             "these rounds average them in every step",

@@ -437,7 +437,7 @@ CALLS = [
         r"merge is called as merge\(now, sent, new\): too many positional",
     ),
     (lambda: Rounds(RING, 2, compression=codec.int8()), "wanted a Compression, .* Cod"),
-    (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1.0"),
+    (lambda: rounds.blend(1.5), r"share must be in \[0, 1\], got 1.5"),
     (lambda: schedule.every(LOST, 2), FUNCTION),
     (
         lambda: schedule.every(RING, 2, delay=3),
