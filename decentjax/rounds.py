@@ -403,7 +403,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
         if shards is None:
             return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
-            return functools.partial(mix_workers, shards=shards)
+            return functools.partial(mix_workers, shards=rounds.travels(shards))
         specs = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
         return functools.partial(_mix_shards, specs)
     if shards is not None:

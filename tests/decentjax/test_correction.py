@@ -28,6 +28,7 @@ from decentjax.codec import bfloat16, int8
 from decentjax.compression import copies, error_feedback
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, blend, replace
+from decentjax.tracking import Tracking
 from decentjax.updates import Gradient, LocalUpdate
 from tests import oracles
 from tests.plans import all_reduce, atc, awc
@@ -172,7 +173,7 @@ def test_with_nesterov_quasi_global_momentum_rests_at_a_longer_rate():
 )
 def test_rounds_that_change_the_sum_of_all_estimates_are_refused(parts, words):
     with pytest.raises(ValueError, match=f"tracking averages whole models .*{words}"):
-        Rounds(GRAPH, 2, **parts, tracking=True)
+        Tracking(GRAPH, 2, **parts)
 
 
 @pytest.mark.parametrize(("num_steps", "delay"), [(1, 0), (1, 1), (3, 2)])

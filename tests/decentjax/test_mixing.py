@@ -673,7 +673,7 @@ def test_an_exchange_of_another_size_than_the_axis_is_refused():
 
 def test_a_topology_in_the_place_of_an_exchange_is_refused():
     event = every(topology.ring(3), 2)[0]
-    with pytest.raises(TypeError, match="got Event: give rounds to simulate or on_m"):
+    with pytest.raises(TypeError, match="got Event: an Event is for the step"):
         mix(jnp.ones(3), event, "workers")
     with pytest.raises(TypeError, match=r"one Exchange, as in topology.* got Topology"):
         _mix(jnp.ones(8), topology.ring(8), simulated=True)

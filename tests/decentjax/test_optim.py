@@ -490,7 +490,7 @@ def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
 @EACH_COMPOSITION
 def test_a_composition_descends_the_same_on_devices_and_simulated(make):
     exact = topology.hypercube(4)
-    optimizer = make(functools.partial(decentralize, topology=exact, axis_name=AXIS))
+    optimizer = make(functools.partial(decentralize, plan=exact, axis_name=AXIS))
     simulated, _ = _descend_tree(optimizer, 4)
     on_mesh, _ = _descend_tree(optimizer, 4, simulated=False)
     _assert_close(on_mesh, simulated)
@@ -745,7 +745,7 @@ def test_the_window_of_accum_adam_is_summed_in_float32(dtype, accum_steps):
 def test_the_dtype_of_messages_goes_through_injected_hyperparams(message_dtype):
     graph, problem = topology.one_peer_ring(4), _problem(4)
     make = functools.partial(
-        optax.inject_hyperparams(decentralize), topology=graph, axis_name=AXIS
+        optax.inject_hyperparams(decentralize), plan=graph, axis_name=AXIS
     )
     injected = make(optax.sgd(0.1), message_dtype=message_dtype)
     plain = decentralize(optax.sgd(0.1), graph, AXIS, message_dtype="bfloat16")

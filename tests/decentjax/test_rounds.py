@@ -335,9 +335,9 @@ def run_without_extra():
         (lambda: rounds.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
         (lambda: iter(every(RING, 3)), "not iterable"),
         (lambda: Rounds(topology.ring), "wanted a Topology, such as"),
-        (lambda: Rounds(RING, 3), "wanted a Topology, .* got Schedule"),
-        (lambda: run_without_extra(), "pass them to init_state, .* got tuple"),
-        (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
+        (lambda: Rounds(every(RING, 3)), "wanted a Topology, .* got Schedule"),
+        (lambda: run_without_extra(), "make it by step.init.*, got tuple"),
+        (lambda: rounds.blend(1.5), r"share must be in \[0, 1\], got 1.5"),
         (
             lambda: Rounds(RING, outer=optax.sgd(0.7)),
             "these rounds average them in every step",
@@ -670,14 +670,9 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
     state = place(state, worker_mesh(4))
     with (
         Background(bind(SGD), how, worker_mesh(4)) as train_step,
-        pytest.raises(TypeError, match=r"pass them to init_state, .* got tuple"),
+        pytest.raises(TypeError, match=r"make it by step.init.*, got tuple"),
     ):
         train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
-
-
-def test_tracking_in_a_second_thread_is_refused():
-    with pytest.raises(ValueError, match="tracking run in the step: use on_mesh"):
-        Background(bind(SGD), methods.gradient_tracking(RING), worker_mesh(4))
 
 
 @pytest.mark.slow
@@ -701,10 +696,12 @@ def test_tracking_in_a_second_thread_is_refused():
             compression=drift(top_k(0.5), keep=0.9),
         ),
         Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), step=0.5)),
+        methods.gradient_tracking(RING),
+        methods.gradient_tracking(RING, 3, delay=2),
     ],
     ids=[
         *("diloco", "noloco", "streaming", "shift", "each step", "after", "blend"),
-        *("int8", "drift", "copy"),
+        *("int8", "drift", "copy", "tracking", "late tracking"),
     ],
 )
 def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):

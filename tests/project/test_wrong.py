@@ -44,6 +44,7 @@ from decentjax import (
     schedule,
     simulate,
     topology,
+    tracking,
     worker_mesh,
 )
 from tests.pages import run_all
@@ -376,10 +377,10 @@ CALLS = [
         lambda: run(local_update(loss_fn, SGD, 0)),
         "a worker's batch of 6 cannot be split into 0 equal micro-batches",
     ),
-    (lambda: run(plan=DILOCO), "rounds need .*: pass them to init_state, .* got tuple"),
+    (lambda: run(plan=DILOCO), "rounds need .*: make it by step.init.*, got tuple"),
     (lambda: run(plan=DILOCO.schedule), PLAN + "Schedule"),
     (
-        lambda: Rounds(RING, 2, outer=optax.sgd(0.7), tracking=True),
+        lambda: tracking.Tracking(RING, 2, outer=optax.sgd(0.7)),
         "tracking averages whole models .* take merge=shift, no outer optimizer",
     ),
     (lambda: on_mesh(local, RING, None), "wanted a mesh, .* got NoneType; simulate"),
@@ -436,8 +437,7 @@ CALLS = [
         r"merge is called as merge\(now, sent, new\): too many positional",
     ),
     (lambda: Rounds(RING, 2, compression=codec.int8()), "wanted a Compression, .* Cod"),
-    (lambda: rounds.init_rounds(RING, jnp.ones(3)), "wanted Rounds, .* got Topology"),
-    (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1.0"),
+    (lambda: rounds.blend(1.5), r"share must be in \[0, 1\], got 1.5"),
     (lambda: schedule.every(LOST, 2), FUNCTION),
     (
         lambda: schedule.every(RING, 2, delay=3),
