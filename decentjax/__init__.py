@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
-    from decentjax.loss import LossFn, compute_in
+    from decentjax.loss import LossFn, cast_compute
     from decentjax.mixing import (
         Lowering,
         consensus_distance,
@@ -84,10 +84,10 @@ __all__ = [
     "accum_adam",
     "accum_adamw",
     "analysis",
+    "cast_compute",
     "check_one_model",
     "codec",
     "compression",
-    "compute_in",
     "consensus_distance",
     "decentralize",
     "dispersion",

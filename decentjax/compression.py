@@ -117,7 +117,7 @@ class Compression:
                 )
         if not 0 <= self.keep <= 1 or not 0 < self.rate <= 1:
             raise ValueError(
-                "keep must be in [0, 1] and step in (0, 1], got "
+                "keep must be in [0, 1] and rate in (0, 1], got "
                 f"{self.keep} and {self.rate}"
             )
 
@@ -164,7 +164,7 @@ class Compression:
 
 
 def error_feedback(
-    codec: Codec, keep: float = 1.0, step: float | None = None, shards: Any = None
+    codec: Codec, keep: float = 1.0, rate: float | None = None, shards: Any = None
 ) -> Compression:
     """Sends models, and adds the error of a message to the next one: DeepSqueeze.
 
@@ -183,7 +183,7 @@ def error_feedback(
     Args:
       codec: C.
       keep: b, the part of the error that is sent later.
-      step: c, the averaging rate in (0, 1]; by default 1, or 1/2 for a codec that keeps
+      rate: c, the averaging rate in (0, 1]; by default 1, or 1/2 for a codec that keeps
         less than 0.9 of a number, as `int4`.
       shards: see `Compression`.
 
@@ -206,8 +206,8 @@ def error_feedback(
             f"needs {LEAST_KEPT}, or models diverge: use copies on a graph that never "
             "changes, drift with an outer optimizer, or codec.int8()"
         )
-    safe = 0.5 if codec.keeps < 0.9 else 1.0
-    rate = safe if step is None else step
+    if rate is None:
+        rate = 0.5 if codec.keeps < 0.9 else 1.0
     return Compression(codec, _OF_MODELS, keep, rate, shards)
 
 
@@ -240,7 +240,7 @@ def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
     return Compression(codec, _OF_DRIFT, keep, shards=shards)
 
 
-def copies(codec: Codec, step: float | None = None, shards: Any = None) -> Compression:
+def copies(codec: Codec, rate: float | None = None, shards: Any = None) -> Compression:
     """Sends changes to copies that peers keep of a model: CHOCO-SGD, with any codec.
 
     With h the peers' copy of x, on a graph that never changes:
@@ -252,7 +252,7 @@ def copies(codec: Codec, step: float | None = None, shards: Any = None) -> Compr
 
     Args:
       codec: C.
-      step: c, the averaging rate in (0, 1]; by default the codec's `keeps`, with which
+      rate: c, the averaging rate in (0, 1]; by default the codec's `keeps`, with which
         models came closer in each exchange over all graphs that we tried.
       shards: see `Compression`.
 
@@ -270,11 +270,11 @@ def copies(codec: Codec, step: float | None = None, shards: Any = None) -> Compr
     Algorithms with Compressed Communication (2019), Algorithm 2.
     """
     _check_codec(codec)
-    if step is None and not codec.keeps:
+    if rate is None and not codec.keeps:
         raise ValueError(
-            f"{codec.name} does not state what it keeps of a number: give copies a step"
+            f"{codec.name} does not state what it keeps of a number: give copies a rate"
         )
-    rate = codec.keeps if step is None else step
+    rate = codec.keeps if rate is None else rate
     return Compression(codec, _OF_COPIES, rate=rate, shards=shards)
 
 

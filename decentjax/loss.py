@@ -38,7 +38,7 @@ class LossFn(Protocol):
     ) -> tuple[jax.Array | Weighted, tuple[Any, Metrics]]: ...
 
 
-def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
+def cast_compute(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
     """The same loss with float parameters cast to `dtype`; gradients keep theirs.
 
     Args:
@@ -47,10 +47,10 @@ def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from decentjax import compute_in
+      >>> from decentjax import cast_compute
       >>> def loss_fn(params, model_state, batch, key):
       ...     return jnp.mean(batch @ params), (model_state, {})
-      >>> narrow = compute_in(loss_fn, jnp.bfloat16)
+      >>> narrow = cast_compute(loss_fn, jnp.bfloat16)
       >>> batch = jnp.ones((4, 2), jnp.bfloat16)
       >>> narrow(jnp.ones(2), (), batch, None)[0].dtype
       dtype(bfloat16)

@@ -48,7 +48,7 @@ class WrappedStep:
       >>> step = wrap(train_step, topology.complete(2))
       >>> state = step.init({"params": jnp.zeros(3)})
       >>> state, _ = step(state, jnp.ones((2, 3)), 0)
-      >>> print(step.states(state)["params"])
+      >>> print(step.train_states(state)["params"])
       [[1. 1. 1.]
        [1. 1. 1.]]
     """
@@ -128,19 +128,19 @@ class WrappedStep:
         with _explained():
             return self._run.lower(state, batch, step)
 
-    def states(self, state: WorkerState) -> Any:
+    def train_states(self, state: WorkerState) -> Any:
         """Returns the train states of the workers: one, whose leaves are [N, ...].
 
         `mean_model` of it is the train state to evaluate and to export.
         """
         return self._known().join(state.params, state.opt_state)
 
-    def with_states(self, state: WorkerState, states: Any) -> WorkerState:
-        """Returns the state with other train states, as `states` returns them.
+    def with_train_states(self, state: WorkerState, states: Any) -> WorkerState:
+        """Returns the state with other train states, as `train_states` returns them.
 
         For what a client changes between steps on all workers: metrics to reset, a
-        learning rate in the optimizer's state. The inverse of `states`. The anchor of
-        rounds stays: to set other params, call `init`.
+        learning rate in the optimizer's state. The inverse of `train_states`. An anchor
+        of rounds stays: to set other params, call `init`.
         """
         params, rest = self._known().split(states)
         return state._replace(params=params, opt_state=rest)
@@ -251,7 +251,7 @@ def wrap(
 
     Returns:
       The train step of all workers: `init` takes a train state, the step a stacked
-      batch and the number of the step, and `states` returns the train states.
+      batch and the number of the step, and `train_states` returns them.
 
     Raises:
       TypeError: if the step is not a function of state and batch, or the plan is
@@ -276,7 +276,7 @@ def wrap(
       >>> x = jax.random.normal(jax.random.key(0), (4, 8, 3))
       >>> for t in range(200):
       ...     state, losses = step(state, (x, x.sum(2)), t)
-      >>> params, opt_state = decentjax.mean_model(step.states(state))
+      >>> params, opt_state = decentjax.mean_model(step.train_states(state))
       >>> print(params.round(2))
       [1. 1. 1.]
     """

@@ -38,14 +38,14 @@ def party_of(
     workers: Sequence[int],
     devices: Sequence[Any] | None = None,
     **options: Any,
-) -> gossip.Party:
+) -> gossip.PeerProcess:
     """A party over a book or its folder; by default on the devices of its workers."""
     if isinstance(book, Path | str):
         book = gossip.Folder(book)
     if devices is None:
         devices = [jax.devices()[worker] for worker in workers]
     mesh = worker_mesh(len(workers), devices)
-    return gossip.Party(book, workers, mesh, **options)
+    return gossip.PeerProcess(book, workers, mesh, **options)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import optax
 
 from decentjax import init_state, local_update, topology, worker_mesh
-from decentjax.gossip import Butterfly, Elastic, Folder, Party, Peers, Store, Wagma
+from decentjax.gossip import (
+    Butterfly,
+    Elastic,
+    Folder,
+    PeerProcess,
+    Peers,
+    Store,
+    Wagma,
+)
 
 
 def loss_fn(params, model_state, batch, key):
@@ -34,7 +42,7 @@ graph = topology.ring(num_workers)
 key = jax.random.key(0)
 state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker])
 batch, first, began = jnp.full(1, float(worker)), 0, time.monotonic()
-party = Party(book, [worker], worker_mesh(1, jax.local_devices()))
+party = PeerProcess(book, [worker], worker_mesh(1, jax.local_devices()))
 mixed = []
 elastic = None
 if "ELASTIC" in os.environ:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decentjax.gossip import Taken, Used
+from decentjax.gossip import MergeRecord, Taken
 from tests import tiny
 from train.cli.config_json import to_json
 from train.store.log import METRICS, read_metrics
@@ -81,7 +81,9 @@ def recorded(start):
             models = [
                 Taken(peer, max(0, step - age), step) for peer, age in ages.items()
             ]
-            yield Used(step, worker, group, tuple(models[: int(draw.integers(5))]))
+            yield MergeRecord(
+                step, worker, group, tuple(models[: int(draw.integers(5))])
+            )
 
 
 def advice_in(folder: Path) -> dict:

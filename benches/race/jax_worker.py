@@ -67,7 +67,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     if scheme == Scheme.EXCHANGE:
         return _exchange(graph, mesh, state.params, load.model_bytes)
     if scheme in BY_PEERS:
-        party = gossip.Party(book, [jax.process_index()], mesh, bind=ADDRESS)
+        party = gossip.PeerProcess(book, [jax.process_index()], mesh, bind=ADDRESS)
     if scheme == Scheme.PEERS_EXCHANGE:
         return _exchange_by_peers(graph, state.params, party)
     local = local_update(_loss_fn, optimizer)
@@ -108,7 +108,9 @@ def _exchange(graph: Topology, mesh: Mesh, params: Any, model_bytes: int) -> Run
     return repeat(exchange, params)
 
 
-def _exchange_by_peers(graph: Topology, params: Any, party: gossip.Party) -> Runner:
+def _exchange_by_peers(
+    graph: Topology, params: Any, party: gossip.PeerProcess
+) -> Runner:
     """Leaves the same models in each step, and takes those of the step's peers."""
     worker = jax.process_index()
     models = [leaf.addressable_data(0) for leaf in params]

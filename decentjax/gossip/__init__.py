@@ -8,13 +8,13 @@ from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.means import Butterfly
 from decentjax.gossip.membership import Elastic
-from decentjax.gossip.merging import Arrived, LeftOut, Swaps, Taken, Used
+from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
 from decentjax.gossip.peers import Peers
 from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
 from decentjax.gossip.thread_port import Record, host_mesh
 from decentjax.gossip.wagma import Wagma, averages
-from decentjax.links import Addresses, Book, Folder, Party, Store
+from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
 
 __all__ = [
     "Addresses",
@@ -29,7 +29,8 @@ __all__ = [
     "Folder",
     "Guard",
     "LeftOut",
-    "Party",
+    "MergeRecord",
+    "PeerProcess",
     "Peers",
     "Quorum",
     "Read",
@@ -38,7 +39,6 @@ __all__ = [
     "Store",
     "Swaps",
     "Taken",
-    "Used",
     "Wagma",
     "WorkerSteps",
     "averages",

@@ -18,7 +18,7 @@ import numpy as np
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.joining import join, short_places, split
 from decentjax.gossip.layout import Rows, on_each_device
-from decentjax.gossip.merging import Taken, Used
+from decentjax.gossip.merging import MergeRecord, Taken
 from decentjax.links import Links, Piece, Said
 from decentjax.topology import butterfly_hops
 
@@ -105,11 +105,11 @@ class Sums(NamedTuple):
     step: int
     of_workers: dict[int, Sum]
 
-    def used(self, step: int, worker: int) -> Used:
+    def used(self, step: int, worker: int) -> MergeRecord:
         """The record of a worker's average of a step."""
         steps = self.of_workers[worker].steps
         models = (Taken(i, int(at), step) for i, at in enumerate(steps) if at >= 0)
-        return Used(step, worker, self.step, tuple(models))
+        return MergeRecord(step, worker, self.step, tuple(models))
 
 
 class GroupMeans:

@@ -68,7 +68,7 @@ class LeftOut(NamedTuple):
     value: float
 
 
-class Used(NamedTuple):
+class MergeRecord(NamedTuple):
     """The peers' models that a worker has mixed, and their versions, for a replay.
 
     Args:
@@ -143,12 +143,12 @@ class Way(abc.ABC):
     @abc.abstractmethod
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
-    ) -> tuple[Used, Models]:
+    ) -> tuple[MergeRecord, Models]:
         """Returns what to mix in a step: the record, and its models."""
 
     @staticmethod
     @abc.abstractmethod
-    def combine(topology: Graph, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: MergeRecord, models: Models) -> Rows:
         """Returns the mixed leaves, determined by the record and its models."""
 
 
@@ -168,7 +168,7 @@ class Arrived(Way):
 
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
-    ) -> tuple[Used, Models]:
+    ) -> tuple[MergeRecord, Models]:
         taken, models = [], {(worker, step): own}
         for peer, _ in senders(self._topology[step], worker):
             message = self._links.wait(worker, peer, group, step, deadline)
@@ -176,10 +176,10 @@ class Arrived(Way):
                 taken.append(Taken(peer, message.said.step, step))
                 models[peer, message.said.step] = message.arrays
                 self.heard(message.said)
-        return Used(step, worker, group, tuple(taken)), models
+        return MergeRecord(step, worker, group, tuple(taken)), models
 
     @staticmethod
-    def combine(topology: Graph, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: MergeRecord, models: Models) -> Rows:
         return _average(topology, used, models)
 
 
@@ -233,7 +233,7 @@ class Swaps(Way):
 
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
-    ) -> tuple[Used, Models]:
+    ) -> tuple[MergeRecord, Models]:
         taken, models = [], {(worker, step): own}
         for peer, swap in self._swaps[worker, group].items():
             if swap.sent is None:
@@ -248,10 +248,10 @@ class Swaps(Way):
                 models[peer, message.said.step] = message.arrays
                 models[worker, swap.step] = swap.sent
                 swap.sent, swap.number = None, swap.number + 1
-        return Used(step, worker, group, tuple(taken)), models
+        return MergeRecord(step, worker, group, tuple(taken)), models
 
     @staticmethod
-    def combine(topology: Graph, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: MergeRecord, models: Models) -> Rows:
         mixed = _average(topology, used, models)
         for one in used.models:
             if one.sent != used.step:
@@ -303,7 +303,7 @@ def neighbors(topology: Topology, worker: int) -> set[int]:
 
 
 def chosen(
-    topology: Graph, used: Used, models: Models
+    topology: Graph, used: MergeRecord, models: Models
 ) -> tuple[Rows, list[Rows], tuple[float, ...]]:
     """Returns a worker's own model, one for each peer of the step, and their weights.
 
@@ -321,7 +321,7 @@ def chosen(
     return own, found, tuple(weight for _, weight in exchange)
 
 
-def _average(topology: Graph, used: Used, models: Models) -> Rows:
+def _average(topology: Graph, used: MergeRecord, models: Models) -> Rows:
     """The mean with the peers of the step, by the weights of its exchange."""
     return _mix_arrived(*chosen(topology, used, models))
 
@@ -389,7 +389,7 @@ class Form(NamedTuple):
         leaves = {number: leaf for number, (leaf, _) in models.items()}
         return leaves, jax.tree.leaves(messages)
 
-    def average(self, graph: Graph, used: Used, models: Models) -> Rows:
+    def average(self, graph: Graph, used: MergeRecord, models: Models) -> Rows:
         """The result of `default_mix` for encoded leaves.
 
         Over the received messages, with q the decoded ones, it is

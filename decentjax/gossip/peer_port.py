@@ -21,8 +21,8 @@ from decentjax.gossip.merging import (
     Arrived,
     Form,
     Graph,
+    MergeRecord,
     Models,
-    Used,
     Way,
     distances,
     form_of,
@@ -30,7 +30,7 @@ from decentjax.gossip.merging import (
     senders,
 )
 from decentjax.gossip.thread_port import check_encodes
-from decentjax.links import Links, Message, Party, check_party
+from decentjax.links import Links, Message, PeerProcess, check_party
 from decentjax.process import phases
 from decentjax.state import WorkerState
 
@@ -59,7 +59,7 @@ class PeerPort:
       in_flight: number of exchanges that may be in flight at a time.
 
     Raises:
-      TypeError: if `party` is not a `Party`, or `topology` not a `Topology`.
+      TypeError: if `party` is not a `PeerProcess`, or `topology` not a `Topology`.
       ValueError: if the topology has groups or nodes, the workers do not fit it, the
         patience is negative, messages of slices are to be encoded, or peers that join
         and leave do not fit the way or the patience.
@@ -69,10 +69,10 @@ class PeerPort:
 
     def __init__(
         self,
-        party: Party,
+        party: PeerProcess,
         topology: Topology,
         patience: float | AutoPatience,
-        used: Callable[[Used], None] | None,
+        used: Callable[[MergeRecord], None] | None,
         way: type[Way] = Arrived,
         compression: Compression | None = None,
         elastic: Elastic | None = None,
@@ -312,7 +312,7 @@ class PeerPort:
     def _report(self, step: int) -> None:
         self.links.at(step)
 
-    def _note(self, used: Used, models: Models) -> None:
+    def _note(self, used: MergeRecord, models: Models) -> None:
         """Records what a worker has mixed."""
         of_peers = [x for x in used.models if x.peer != used.worker]
         is_plain = self._compression is None
@@ -323,7 +323,7 @@ class PeerPort:
             ]
         self._used(self._by_step(used))
 
-    def _by_step(self, used: Used) -> Used:
+    def _by_step(self, used: MergeRecord) -> MergeRecord:
         """A record with steps for the numbers of exchanges."""
         return used
 

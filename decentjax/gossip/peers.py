@@ -16,13 +16,13 @@ from decentjax._core.patience import AutoPatience
 from decentjax.exchange import Topology
 from decentjax.gossip.batches_read import Read
 from decentjax.gossip.membership import Elastic
-from decentjax.gossip.merging import WAYS, Used
+from decentjax.gossip.merging import WAYS, MergeRecord
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.quorum import Quorum
 from decentjax.gossip.round_port import RoundPort, from_anchor
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.gossip.thread_port import Record
-from decentjax.links import Links, Party
+from decentjax.links import Links, PeerProcess
 from decentjax.plan import Plan, rounds_of
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
@@ -72,7 +72,8 @@ class Peers(Beside):
         these are those of `next_reads`.
 
     Raises:
-      TypeError: if `plan` is neither topology nor rounds, or `party` not a `Party`.
+      TypeError: if `plan` is neither topology nor rounds, or `party` no
+        `PeerProcess`.
       ValueError: if the plan has nodes, shards or tracking, a topology groups, or it
         does not allow this merge, the workers do not fit it, messages of slices are to
         be encoded, the patience is negative or does not fit, the quorum is larger than
@@ -88,7 +89,7 @@ class Peers(Beside):
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> local = local_update(loss_fn, optax.adam(0.1))
-      >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
+      >>> party = gossip.PeerProcess(gossip.Folder("peers"), [0], worker_mesh(1))
       >>> with gossip.Peers(local, methods.diloco(1, num_steps=5), party) as train_step:
       ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
       ...     for t in range(10):
@@ -99,13 +100,13 @@ class Peers(Beside):
         self,
         local: Adapt,
         plan: Plan,
-        party: Party,
+        party: PeerProcess,
         *,
         merge: Literal["arrived", "swaps"] | Quorum = "arrived",
         patience: float | AutoPatience = 0.0,
         elastic: Elastic | None = None,
         record: Record | None = None,
-        used: Callable[[Used], None] | None = None,
+        used: Callable[[MergeRecord], None] | None = None,
         read: Callable[[Read], None] | None = None,
     ):
         check_beside(plan)

@@ -22,9 +22,9 @@ from decentjax.gossip.layout import Rows, on_each_device
 from decentjax.gossip.merging import (
     Graph,
     LeftOut,
+    MergeRecord,
     Models,
     Taken,
-    Used,
     Way,
     distances,
     receivers,
@@ -246,7 +246,7 @@ class QuorumMeans(Way):
 
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
-    ) -> tuple[Used, Models]:
+    ) -> tuple[MergeRecord, Models]:
         del deadline  # `gather` has waited.
         weight = self.quorum.weight(*self._tally.take_own(worker, group), age=0)
         found, left_out = self._trusted(
@@ -268,10 +268,10 @@ class QuorumMeans(Way):
             for one, weight in zip(found, weights, strict=True)
         ]
         models = {(one.worker, one.said.step): one.rows for one in found}
-        used = Used(step, worker, group, tuple(sorted(taken)), tuple(left_out))
+        used = MergeRecord(step, worker, group, tuple(sorted(taken)), tuple(left_out))
         return used, models
 
-    def combine(self, topology: Graph, used: Used, models: Models) -> Rows:
+    def combine(self, topology: Graph, used: MergeRecord, models: Models) -> Rows:
         del topology
         return weighted_mean(used, models, self.quorum.trimmed)
 
@@ -328,7 +328,7 @@ class QuorumMeans(Way):
         return [x / total for x in kept]
 
 
-def weighted_mean(used: Used, models: Models, trimmed: int = 0) -> Rows:
+def weighted_mean(used: MergeRecord, models: Models, trimmed: int = 0) -> Rows:
     """The weighted mean of the models of a record, as its worker has computed it."""
     rows = [models[one.peer, one.step] for one in used.models]
     weights = np.array([one.weight for one in used.models], np.float32)

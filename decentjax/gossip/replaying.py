@@ -16,7 +16,7 @@ from decentjax.compression import Leaves
 from decentjax.exchange import Topology
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
-from decentjax.gossip.merging import WAYS, Models, Used
+from decentjax.gossip.merging import WAYS, MergeRecord, Models
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.round_port import (
     from_anchor,
@@ -61,7 +61,7 @@ def replay(
     merge: str | Quorum,
     states: Sequence[WorkerState],
     batches: Batches,
-    records: Iterable[Used],
+    records: Iterable[MergeRecord],
     observe: Observe = lambda *_: None,
     lives: Sequence[WorkerSteps] | None = None,
     skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
@@ -103,14 +103,14 @@ def replay(
       >>> local = local_update(loss_fn, optimizer)
       >>> init = functools.partial(init_state, jnp.zeros(2), optimizer, key, 2)
       >>> states = [init(workers=[0]), init(workers=[1])]
-      >>> came = gossip.Used(step=0, worker=0, group=0, models=(gossip.Taken(1, 0, 0),))
-      >>> none = gossip.Used(step=0, worker=1, group=0, models=())
+      >>> came = gossip.MergeRecord(0, 0, group=0, models=(gossip.Taken(1, 0, 0),))
+      >>> none = gossip.MergeRecord(0, 1, group=0, models=())
       >>> graph, records = topology.ring(2), [came, none]
       >>> after = gossip.replay(local, graph, "arrived", states, batches, records)
       >>> print(after[0].params, after[1].params)
       [[1. 1.]] [[2. 2.]]
     """
-    of_steps: dict[tuple[int, int], list[Used]] = collections.defaultdict(list)
+    of_steps: dict[tuple[int, int], list[MergeRecord]] = collections.defaultdict(list)
     for used in sorted(records, key=lambda used: used.group):
         of_steps[used.worker, used.step].append(used)
     offered: Offered = {}
@@ -245,11 +245,11 @@ def _rounds_of(graph: Graph, way: str | Quorum) -> Rounds:
     return Rounds(graph, delay=1)
 
 
-def _versions(each: Sequence[Used]) -> set[tuple[int, int]]:
+def _versions(each: Sequence[MergeRecord]) -> set[tuple[int, int]]:
     return set().union(*(used.versions() for used in each))
 
 
-def _is_simulated(way: str | Quorum, of_steps: Mapping[Any, list[Used]]) -> bool:
+def _is_simulated(way: str | Quorum, of_steps: Mapping[Any, list[MergeRecord]]) -> bool:
     """Whether models of a quorum have no weights."""
     models = (x for each in of_steps.values() for used in each for x in used.models)
     return isinstance(way, Quorum) and all(one.weight is None for one in models)
@@ -287,7 +287,7 @@ class _Weigh:
         """A worker sends its model of a round."""
         self.way.send(worker, group, own, self.schedule.count(step))
 
-    def mean(self, used: Used, group: int, models: Models) -> Rows:
+    def mean(self, used: MergeRecord, group: int, models: Models) -> Rows:
         """The mean of a worker's round."""
         at, own = self.schedule.count, models[used.worker, used.step]
         self._coming = collections.defaultdict(list)
@@ -319,7 +319,7 @@ class _Recorded:
         graph: Graph,
         way: str | Quorum,
         worker: int,
-        of_steps: Mapping[tuple[int, int], list[Used]],
+        of_steps: Mapping[tuple[int, int], list[MergeRecord]],
         offered: Offered,
         weigh: _Weigh | None = None,
     ):
@@ -371,7 +371,7 @@ class _Recorded:
         return dict(zip(leaves, mixed, strict=True))
 
 
-def _group_mean(groups: Butterfly, used: Used, models: Models) -> Rows:
+def _group_mean(groups: Butterfly, used: MergeRecord, models: Models) -> Rows:
     """The average of a worker's group, summed in the order of the run."""
     count = groups.num_workers
     members = {

@@ -15,8 +15,8 @@ from decentjax.gossip.batches_read import Read
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import (
     Arrived,
+    MergeRecord,
     Models,
-    Used,
     Way,
     check_symmetric,
     check_whole,
@@ -25,7 +25,7 @@ from decentjax.gossip.merging import (
 )
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
-from decentjax.links import Party
+from decentjax.links import PeerProcess
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 
@@ -35,10 +35,10 @@ class RoundPort(PeerPort):
 
     def __init__(
         self,
-        party: Party,
+        party: PeerProcess,
         rounds: Rounds,
         patience: float | AutoPatience,
-        used: Callable[[Used], None] | None,
+        used: Callable[[MergeRecord], None] | None,
         quorum: Quorum | None,
         elastic: Elastic | None,
         read: Callable[[Read], None] | None,
@@ -152,14 +152,14 @@ class RoundPort(PeerPort):
         if self.elastic is not None:
             super()._report(step)
 
-    def _by_step(self, used: Used) -> Used:
+    def _by_step(self, used: MergeRecord) -> MergeRecord:
         """The record of a round by the step at which it begins."""
         at = self._schedule.step_of
         taken = (x._replace(step=at(x.step), sent=at(x.sent)) for x in used.models)
         left_out = (x._replace(step=at(x.step)) for x in used.left_out)
-        return Used(at(used.step), *used[1:3], tuple(taken), tuple(left_out))
+        return MergeRecord(at(used.step), *used[1:3], tuple(taken), tuple(left_out))
 
-    def _note(self, used: Used, models: Models) -> None:
+    def _note(self, used: MergeRecord, models: Models) -> None:
         self._check_whole(used)
         super()._note(used, models)
         if self.elastic is None:
@@ -167,7 +167,7 @@ class RoundPort(PeerPort):
             self._taken = used.step - 1
             self.links.at(self._taken)
 
-    def _check_whole(self, used: Used) -> None:
+    def _check_whole(self, used: MergeRecord) -> None:
         """Raises a ConnectionError if a change is missing."""
         came = {one.peer for one in used.models if one.step == used.step}
         sources = senders(self.topology[used.step], used.worker)

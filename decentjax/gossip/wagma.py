@@ -12,10 +12,10 @@ from decentjax._core.fingerprint import first_model
 from decentjax.compression import Leaves
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
-from decentjax.gossip.merging import Taken, Used
+from decentjax.gossip.merging import MergeRecord, Taken
 from decentjax.gossip.thread import Beside
 from decentjax.gossip.thread_port import Record
-from decentjax.links import Links, Party, check_party
+from decentjax.links import Links, PeerProcess, check_party
 from decentjax.process import phases
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
@@ -50,7 +50,7 @@ class Wagma(Beside):
       used: function called with the models that each worker has averaged.
 
     Raises:
-      TypeError: if `groups` is not a `Butterfly`, or `party` not a `Party`.
+      TypeError: if `groups` is not a `Butterfly`, or `party` not a `PeerProcess`.
       ValueError: if the workers do not fit, or the order or the patience is invalid; at
         the first step as in `Peers`.
 
@@ -60,7 +60,7 @@ class Wagma(Beside):
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> local = local_update(loss_fn, optax.adam(0.1))
-      >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
+      >>> party = gossip.PeerProcess(gossip.Folder("peers"), [0], worker_mesh(1))
       >>> groups = gossip.Butterfly(num_workers=1, group_size=1, period=10)
       >>> with gossip.Wagma(local, groups, party) as train_step:
       ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
@@ -74,12 +74,12 @@ class Wagma(Beside):
         self,
         local: Adapt,
         groups: Butterfly,
-        party: Party,
+        party: PeerProcess,
         *,
         order: Literal["atc", "awc"] = "atc",
         patience: float = 60.0,
         record: Record | None = None,
-        used: Callable[[Used], None] | None = None,
+        used: Callable[[MergeRecord], None] | None = None,
     ):
         if not isinstance(groups, Butterfly):
             raise TypeError(
@@ -135,10 +135,10 @@ class _GroupPort:
     def __init__(
         self,
         groups: Butterfly,
-        party: Party,
+        party: PeerProcess,
         order: str,
         patience: float,
-        used: Callable[[Used], None] | None,
+        used: Callable[[MergeRecord], None] | None,
     ):
         check_party(party)
         party.check(groups.num_workers)
@@ -215,7 +215,7 @@ def group_rounds(groups: Butterfly, order: str) -> Rounds:
     return Rounds(complete(groups.num_workers), delay=delay)
 
 
-def averages(groups: Butterfly, ready: np.ndarray) -> list[Used]:
+def averages(groups: Butterfly, ready: np.ndarray) -> list[MergeRecord]:
     """Returns what groups average if workers finish their models at these times.
 
     For a simulation by `replay`: the first worker of a group to be ready begins its
@@ -249,5 +249,5 @@ def averages(groups: Butterfly, ready: np.ndarray) -> list[Used]:
                 for i, at in zip(own, newest, strict=True)
                 if at >= 0
             )
-            found.append(Used(step, worker, step, tuple(models)))
+            found.append(MergeRecord(step, worker, step, tuple(models)))
     return found

@@ -4,7 +4,7 @@ from decentjax.links.address_book import Addresses, Book, Folder, Store
 from decentjax.links.channel import Piece
 from decentjax.links.edge import Message, Said
 from decentjax.links.links import Links
-from decentjax.links.peer_process import MIN_SECRET_BYTES, Party, check_party
+from decentjax.links.peer_process import MIN_SECRET_BYTES, PeerProcess, check_party
 
 __all__ = [
     "MIN_SECRET_BYTES",
@@ -13,7 +13,7 @@ __all__ = [
     "Folder",
     "Links",
     "Message",
-    "Party",
+    "PeerProcess",
     "Piece",
     "Said",
     "Store",

@@ -53,7 +53,7 @@ from decentjax.links.channel import Channel, Piece, on_device
 from decentjax.links.edge import Edge, Message, Said
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
 from decentjax.links.outbox import Outbox
-from decentjax.links.peer_process import Party
+from decentjax.links.peer_process import PeerProcess
 from decentjax.links.transport import Transports
 from decentjax.links.tunnel import contexts
 
@@ -114,7 +114,7 @@ class Links:
 
     def __init__(
         self,
-        party: Party,
+        party: PeerProcess,
         num_workers: int,
         channels: Sequence[Sequence[Piece]],
         digest: str = "",

@@ -14,7 +14,7 @@ MIN_SECRET_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Party:
+class PeerProcess:
     """The workers of this process, and how it finds and authenticates its peers.
 
     Args:
@@ -36,7 +36,7 @@ class Party:
 
     Examples:
       >>> from decentjax import gossip, worker_mesh
-      >>> party = gossip.Party(gossip.Folder("peers"), [0], worker_mesh(1))
+      >>> party = gossip.PeerProcess(gossip.Folder("peers"), [0], worker_mesh(1))
     """
 
     book: Book
@@ -102,8 +102,9 @@ def _check_tls(secret: bytes | None) -> None:
 
 
 def check_party(party: Any) -> None:
-    """Raises a TypeError unless this is a `Party`."""
-    if not isinstance(party, Party):
+    """Raises a TypeError unless this is a `PeerProcess`."""
+    if not isinstance(party, PeerProcess):
         raise TypeError(
-            f"wanted a gossip.Party(book, workers, mesh), got {type(party).__name__}"
+            "wanted a gossip.PeerProcess(book, workers, mesh), got "
+            f"{type(party).__name__}"
         )

@@ -59,6 +59,6 @@ for t in range(50):
     # - state, loss = train_step(state, batch)
     state, loss = train_step(state, batch, t)  # +
 # - params, opt_state = state
-params, opt_state = mean_model(train_step.states(state))  # +
+params, opt_state = mean_model(train_step.train_states(state))  # +
 loss = loss_fn(params, x, y)
 print(f"loss {loss:.4f}, a lies on {params['a'].sharding.spec}")

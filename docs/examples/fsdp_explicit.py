@@ -62,7 +62,7 @@ with jax.set_mesh(mesh):
         # - state, loss = train_step(state, batch)
         state, loss = train_step(state, batch, t)  # +
 # - params, opt_state = state
-params, opt_state = mean_model(train_step.states(state))  # +
+params, opt_state = mean_model(train_step.train_states(state))  # +
 with jax.set_mesh(mesh):
     loss = jax.jit(loss_fn)(params, x.reshape(-1, 4), y.reshape(-1, 1))
 print(f"loss {loss:.4f}, a lies on {params['a'].sharding.spec}")

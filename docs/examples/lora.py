@@ -51,6 +51,6 @@ state = train_step.init(state)  # +
 for t in range(100):
     # - state, loss = train_step(state, batch)
     state, loss = train_step(state, (x, y), t)  # +
-state = mean_model(train_step.states(state))  # +
+state = mean_model(train_step.train_states(state))  # +
 loss = loss_fn(state.adapter, state.base, x, y)
 print(f"loss {loss:.4f}")

@@ -42,6 +42,6 @@ state = step.init((model, optimizer))  # +
 for t in range(50):
     # - loss = train_step(model, optimizer, *batch)
     state, loss = step(state, (x, y), t)  # +
-model, optimizer = mean_model(step.states(state))  # +
+model, optimizer = mean_model(step.train_states(state))  # +
 loss = jnp.mean((model(x) - y) ** 2)
 print(f"loss {loss:.4f} after {optimizer.step[...]} steps")

@@ -39,6 +39,6 @@ for t in range(50):
     # - state, loss = train_step(state, (x, y))
     state, loss = train_step(state, (x, y), t)  # +
 # - state = jax_utils.unreplicate(state)
-state = mean_model(train_step.states(state))  # +
+state = mean_model(train_step.train_states(state))  # +
 loss = jnp.mean((model.apply(state.params, x) - y) ** 2)
 print(f"loss {loss:.4f} after {state.step} steps")

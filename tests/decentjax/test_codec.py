@@ -228,7 +228,7 @@ def test_choco_is_its_algorithm_2(where, step, rate):
         known = known + largest(x - known)
         x = x + rate * (w @ known - known)
         wanted.append(x)
-    how = lossy(methods.local_sgd(RING, 1), copies, step=step)
+    how = lossy(methods.local_sgd(RING, 1), copies, rate=step)
     np.testing.assert_allclose(run(how, 4, 12, where), wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -427,7 +427,7 @@ UNKNOWN = codec.Codec("mine", codec.exact().encode, codec.exact().decode)
 
 
 def test_a_codec_that_does_not_say_what_it_keeps_can_still_be_used():
-    assert copies(UNKNOWN, step=0.3).rate == 0.3
+    assert copies(UNKNOWN, rate=0.3).rate == 0.3
     assert drift(UNKNOWN).keep == 1.0
 
 
@@ -454,10 +454,10 @@ def test_a_complex_leaf_is_not_encoded():
         (lambda: codec.top_k(0.1, 0), "a block has 1 to 65,536 numbers"),
         (lambda: codec.top_k(0.0), r"share that is sent must be in \(0, 1\]"),
         (lambda: error_feedback(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),
-        (lambda: copies(codec.int8(), step=0.0), "step in"),
+        (lambda: copies(codec.int8(), rate=0.0), "rate in"),
         (lambda: error_feedback(codec.int2()), "int2 .* keeps 0.5 .* use copies on a"),
         (lambda: error_feedback(codec.top_k(0.1)), "keeps 0.1 .* drift with an outer"),
-        (lambda: error_feedback(codec.top_k(0.7), step=0.1), "keeps 0.7 .* needs 0.75"),
+        (lambda: error_feedback(codec.top_k(0.7), rate=0.1), "keeps 0.7 .* needs 0.75"),
         (lambda: error_feedback(UNKNOWN), "mine keeps 0 of a number"),
         (lambda: copies(UNKNOWN), "mine does not state what it keeps"),
         (

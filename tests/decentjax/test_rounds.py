@@ -579,7 +579,7 @@ CODED = {
         Rounds(topology.one_peer_ring(4), delay=1),
         functools.partial(error_feedback, top_k(0.75)),
     ),
-    "copies": (Rounds(RING, 2), functools.partial(copies, int2(), step=0.5)),
+    "copies": (Rounds(RING, 2), functools.partial(copies, int2(), rate=0.5)),
     "diloco": (
         Rounds(topology.complete(4), 3, outer=optax.sgd(0.7, 0.9, nesterov=True)),
         functools.partial(drift, top_k(0.5), keep=0.9),
@@ -695,7 +695,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
             outer=optax.sgd(0.7, 0.9, nesterov=True),
             compression=drift(top_k(0.5), keep=0.9),
         ),
-        Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), step=0.5)),
+        Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), rate=0.5)),
         methods.gradient_tracking(RING),
         methods.gradient_tracking(RING, 3, delay=2),
     ],

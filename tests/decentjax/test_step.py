@@ -17,7 +17,7 @@ from decentjax import (
     AXIS,
     Rounds,
     WorkerState,
-    compute_in,
+    cast_compute,
     consensus_distance,
     decentralize,
     gossip,
@@ -509,7 +509,7 @@ def test_compute_in_runs_both_passes_in_the_dtype_and_keeps_params_and_gradients
         return updates
 
     optimizer = optax.chain(optax.stateless(spy), optax.sgd(0.1))
-    loss_fn = compute_in(_token_model, jnp.bfloat16)
+    loss_fn = cast_compute(_token_model, jnp.bfloat16)
     local = _local(optimizer, loss_fn, num_micro_batches)
     state = _token_state(optimizer)
     batch = jnp.ones((2, 4, 5), int)
@@ -528,7 +528,7 @@ def test_compute_in_leaves_integer_params_alone():
         return params["x"].dtype, params["n"].dtype
 
     params = {"x": jnp.ones(3), "n": jnp.arange(3)}
-    found = compute_in(loss_fn, jnp.bfloat16)(params, (), (), None)
+    found = cast_compute(loss_fn, jnp.bfloat16)(params, (), (), None)
     assert found == (jnp.bfloat16, jnp.int32)
 
 
@@ -1194,7 +1194,7 @@ def test_micro_batches_keep_the_mean_of_a_loss_with_a_weight(parts, lengths):
     np.testing.assert_allclose(grads["x"][0, 0], slope, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [compute_in, None], ids=["compute_in", "plain"])
+@pytest.mark.parametrize("wrap", [cast_compute, None], ids=["cast_compute", "plain"])
 def test_the_weight_of_a_loss_passes_through_what_wraps_it(wrap):
     loss_fn = _masked_mean if wrap is None else wrap(_masked_mean, jnp.float32)
     graph, tokens = topology.ring(2), jnp.asarray([[[1.0], [-10.0]], [[3.0], [4.0]]])

@@ -106,7 +106,7 @@ def run(train_step, state, put=lambda batch: batch):
     for t, batch in enumerate(batches(n)):
         state, metrics = train_step(state, put(batch), t)
         assert metrics["loss"].shape == (n,)
-    return train_step.states(state)
+    return train_step.train_states(state)
 
 
 def assert_close(got, wanted, atol=1e-6):
@@ -192,7 +192,7 @@ def test_a_wrapped_step_exchanges_between_peers(tmp_path):
                 rows = jax.tree.map(lambda x: x[worker : worker + 1], batch)
                 state, _ = step(state, place(rows, party.mesh), t)
             done.wait(200)  # The others still take what it has sent.
-            return jax.device_get(step.states(state).params)
+            return jax.device_get(step.train_states(state).params)
 
     done = threading.Barrier(3)
     found = in_threads(work, 3)
@@ -1089,9 +1089,9 @@ def test_other_train_states_take_the_place_of_those_of_a_state():
     step = wrap(train_step, topology.ring(2))
     state = step.init((jnp.zeros(3), jnp.zeros((), int)))
     state, _ = step(state, jnp.ones((2, 3)), 0)
-    params, count = step.states(state)
-    reset = step.with_states(state, (params, 0 * count))
-    np.testing.assert_array_equal(step.states(reset)[1], [0, 0])
+    params, count = step.train_states(state)
+    reset = step.with_train_states(state, (params, 0 * count))
+    np.testing.assert_array_equal(step.train_states(reset)[1], [0, 0])
     np.testing.assert_array_equal(reset.params, state.params)
 
 

@@ -232,7 +232,7 @@ def test_each_kind_of_a_command_has_an_example(name):
 OF_CONFIGS = ("train", "chaos", "preflight")
 FRAME = str.maketrans(dict.fromkeys("│─╭╮╰╯", " "))
 RING, LOST = topology.ring(4), topology.ring
-PARTY = gossip.Party(gossip.Folder("x"), [0], worker_mesh(1))
+PARTY = gossip.PeerProcess(gossip.Folder("x"), [0], worker_mesh(1))
 WHOLE = NamedSharding(worker_mesh(1), PartitionSpec())
 DILOCO, MEAN = methods.diloco(4), methods.all_reduce(4)
 SGD = optax.sgd(0.1)
@@ -407,7 +407,7 @@ CALLS = [
     (lambda: gossip.Peers(local, DILOCO.schedule, PARTY), PLAN + "Schedule"),
     (
         lambda: gossip.Peers(local, RING, gossip.Folder("x")),
-        "wanted a gossip.Party.book, workers, mesh., got Folder",
+        "wanted a gossip.PeerProcess.book, workers, mesh., got Folder",
     ),
     (
         lambda: gossip.Wagma(local, 8, PARTY),

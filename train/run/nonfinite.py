@@ -107,7 +107,7 @@ def quarantined(local: LocalUpdate) -> LocalUpdate:
         new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
         return new, metrics | {QUARANTINED: 1 - is_finite.astype(jnp.float32)}
 
-    return LocalUpdate(gradient, descend)
+    return LocalUpdate(gradient, descend, local.init)
 
 
 def _is_finite(tree: Any) -> jax.Array:

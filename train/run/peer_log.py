@@ -38,7 +38,7 @@ class Watch:
         self._senders = set(range(config.workers.num_workers)) - {*self._workers}
         if not config.is_elastic:
             self._senders = _senders(config, self._workers)
-        self._records: list[gossip.Used] = []
+        self._records: list[gossip.MergeRecord] = []
         self._alive: set[int] | None = None
         self._refused: set[str] = set()
         self._left_out: set[tuple[int, str]] = set()
@@ -70,7 +70,7 @@ class Watch:
         with UsedRecord(folder, start) as self._record:
             yield
 
-    def add(self, used: gossip.Used) -> None:
+    def add(self, used: gossip.MergeRecord) -> None:
         """Records which models a worker has mixed."""
         self._records.append(used)
         self._record.add(used)

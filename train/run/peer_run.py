@@ -114,7 +114,7 @@ def build_peers(
     local: LocalUpdate,
     mesh: Mesh,
     folder: Path,
-    used: Callable[[gossip.Used], None],
+    used: Callable[[gossip.MergeRecord], None],
     record: gossip.Record | None = None,
     read: Callable[[gossip.Read], None] | None = None,
 ) -> PeerStep:
@@ -136,7 +136,7 @@ def build_peers(
     bind, book = _bound(config, folder)
     secret = _secret(config, folder)
     own = place.workers, mesh, digest(config), bind, secret, exchange.encrypted
-    party = gossip.Party(book, *own)
+    party = gossip.PeerProcess(book, *own)
     common: dict[str, Any] = {
         "patience": exchange.waits,
         "record": record,

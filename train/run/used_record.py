@@ -22,8 +22,8 @@ from train.store.folder import MADE_AGAIN, writing
 from train.store.log import warn
 
 USED, ARCHIVE = "used.csv", "used.csv.xz"
-# As in `gossip.Used` and `gossip.Taken`; the last four are empty if none was received,
-# and the weight where the graph gives it.
+# As in `gossip.MergeRecord` and `gossip.Taken`; the last four are empty if none was
+# received, and the weight where the graph gives it.
 COLUMNS = ("step", "worker", "group", "peer", "version", "sent", "weight")
 NEEDED = COLUMNS[:-1]  # Records of earlier versions have no weight.
 HEAD = ",".join(COLUMNS) + "\n"
@@ -59,7 +59,7 @@ class UsedRecord:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def add(self, used: gossip.Used) -> None:
+    def add(self, used: gossip.MergeRecord) -> None:
         """Records which models a worker has mixed."""
         own = used.step, used.worker, used.group
         rows = [(*own, *map(_as_text, taken)) for taken in used.models]
@@ -100,7 +100,7 @@ class UsedRecord:
         self._open()
 
 
-def read_used(folder: Path) -> list[gossip.Used]:
+def read_used(folder: Path) -> list[gossip.MergeRecord]:
     """Reads the record that a process has left in its folder.
 
     Raises:
@@ -108,10 +108,10 @@ def read_used(folder: Path) -> list[gossip.Used]:
     """
     if not has_record(folder):
         raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
-    found: dict[tuple[int, ...], gossip.Used] = {}
+    found: dict[tuple[int, ...], gossip.MergeRecord] = {}
     for row in _rows(folder):
         key = step, worker, group = tuple(map(int, row[:3]))
-        one = found.get(key, gossip.Used(step, worker, group, ()))
+        one = found.get(key, gossip.MergeRecord(step, worker, group, ()))
         if row[3]:
             peer, version, sent = map(int, row[3:6])
             weight = float(row[6]) if row[6] else None

@@ -160,7 +160,7 @@ class Timed(NamedTuple):
     """
 
     times: runtime.Times
-    records: Sequence[gossip.Used] = ()
+    records: Sequence[gossip.MergeRecord] = ()
     steps: Sequence[Sequence[int]] = ()
 
 
@@ -190,7 +190,7 @@ def _timed(run: runtime.PeerTimes, schedule: Schedule) -> Timed:
         model = gossip.Taken(one.peer, one.version, one.step)
         taken[one.step, one.worker].append(model)
     records = [
-        gossip.Used(step, worker, 0, tuple(models))
+        gossip.MergeRecord(step, worker, 0, tuple(models))
         for (step, worker), models in taken.items()
     ]
     return Timed(run.times, records, run.steps)

@@ -31,7 +31,7 @@ from train.tasks.task import Task, build_task
 def repeat(
     config: Config,
     task: Task,
-    records: Sequence[gossip.Used],
+    records: Sequence[gossip.MergeRecord],
     observe: Callable[[int, int, WorkerState, Metrics], None],
     lives: Sequence[WorkerLife] | None = None,
 ) -> list[WorkerState]:

@@ -324,7 +324,7 @@ ROUNDS = {
     "tracking": methods.gradient_tracking(RING),
     "int8": Rounds(RING, delay=1, compression=error_feedback(codec.int8())),
     "late": Rounds(RING, 2, delay=2, compression=error_feedback(codec.int4())),
-    "copies": Rounds(RING, 2, compression=copies(codec.top_k(0.5), step=0.5)),
+    "copies": Rounds(RING, 2, compression=copies(codec.top_k(0.5), rate=0.5)),
     "drift": Rounds(
         COMPLETE, 2, outer=optax.sgd(0.7, momentum=0.9), compression=drift(codec.int4())
     ),

@@ -26,7 +26,7 @@ from decentjax import (
 )
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
-from decentjax.gossip import Butterfly, Elastic, Folder, Party, Peers, Wagma
+from decentjax.gossip import Butterfly, Elastic, Folder, PeerProcess, Peers, Wagma
 from decentjax.gossip.layout import Layout
 from decentjax.links import Links, Piece
 from tests.parties import in_threads, training
@@ -75,7 +75,7 @@ def party_of(folder, worker, kinds):
     if kinds is not None:
         pair = jax.devices()[2 * worker : 2 * worker + 2]
         mesh = jax.make_mesh((1, 2), ("replica", "fsdp"), kinds, devices=pair)
-    return Party(Folder(folder), [worker], mesh)
+    return PeerProcess(Folder(folder), [worker], mesh)
 
 
 def placed(state, mesh):
@@ -223,7 +223,7 @@ def test_what_slices_cannot_do_gets_a_sentence(tmp_path):
         shape={"workers": 1}, axis_names=("workers",), devices=np.array([far])
     )
     with pytest.raises(ValueError, match=r"of this process's devices.* processes \[3"):
-        gossip.Party(Folder(tmp_path), [0], mesh)
+        gossip.PeerProcess(Folder(tmp_path), [0], mesh)
     two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"))
     with pytest.raises(ValueError, match='whose axis "replica" has this process\'s 1'):
-        gossip.Party(Folder(tmp_path), [0], two)
+        gossip.PeerProcess(Folder(tmp_path), [0], two)

@@ -144,8 +144,8 @@ SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
         encoded(Rounds(topology.complete(3), 5, delay=4), top_k(0.75)),
         encoded(Rounds(topology.ring(2), 4, delay=3, fragments=PARTS), int4(2)),
         encoded(methods.diloco(3, 2), top_k(0.5), drift, keep=0.9),
-        encoded(Rounds(topology.ring(4)), int8(4), copies, step=0.5),
-        encoded(Rounds(topology.ring(2), 3, delay=2), int2(2), copies, step=0.5),
+        encoded(Rounds(topology.ring(4)), int8(4), copies, rate=0.5),
+        encoded(Rounds(topology.ring(2), 3, delay=2), int2(2), copies, rate=0.5),
     ],
     ids=[
         "diloco",
@@ -224,7 +224,7 @@ def test_the_weight_of_a_missing_message_stays_with_the_own_model():
     """Of 1 nothing has come, of 2 the message of the round before."""
     graph, shapes = topology.ring(3), {0: jax.ShapeDtypeStruct((1, 2), jnp.float32)}
     form, _ = form_of(error_feedback(exact()), shapes)
-    used = gossip.Used(5, 0, 0, (gossip.Taken(2, 4, 5),))
+    used = gossip.MergeRecord(5, 0, 0, (gossip.Taken(2, 4, 5),))
     models = {(0, 5): rows([[1.0, 2.0]]), (2, 4): rows([[7.0, -1.0]])}
     (difference,) = form.average(graph, used, models)
     np.testing.assert_allclose(difference, [[2.0, -1.0]], rtol=1e-6)
@@ -439,7 +439,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
 
 
 def test_a_record_in_which_a_worker_came_back_is_not_repeated():
-    records = [gossip.Used(step, 0, 0, ()) for step in (0, 1, 5)]
+    records = [gossip.MergeRecord(step, 0, 0, ()) for step in (0, 1, 5)]
     words = "worker 0 goes from step 1 to 5: it rejoined there"
     with pytest.raises(ValueError, match=words):
         gossip.replay(
@@ -454,7 +454,10 @@ def test_a_record_in_which_a_worker_came_back_is_not_repeated():
 
 def test_a_record_that_is_not_whole_is_refused():
     graph, taken = topology.ring(2), gossip.Taken(1, 3, 0)
-    states, records = [start(2, 0), start(2, 1)], [gossip.Used(0, 0, 0, (taken,))]
+    states, records = (
+        [start(2, 0), start(2, 1)],
+        [gossip.MergeRecord(0, 0, 0, (taken,))],
+    )
     words = r"worker 0 needs at step 0 \[\(1, 3\)\].*no recorded step makes"
     with pytest.raises(ValueError, match=words):
         gossip.replay(
@@ -769,7 +772,7 @@ def test_what_peers_cannot_do_is_refused(change, words, tmp_path):
 
     def make():
         return Peers(
-            LOCAL, party=gossip.Party(Folder(tmp_path), workers, mesh), **options
+            LOCAL, party=gossip.PeerProcess(Folder(tmp_path), workers, mesh), **options
         )
 
     with pytest.raises(ValueError, match=words):
@@ -803,11 +806,11 @@ import ctypes, sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp
 from decentjax import worker_mesh
-from decentjax.links import Folder, Links, Party, Piece, Said
+from decentjax.links import Folder, Links, PeerProcess, Piece, Said
 
 def leave():
     channel = [Piece((3,), "float32")]
-    party = Party(Folder(Path(sys.argv[1])), [0], worker_mesh(1))
+    party = PeerProcess(Folder(Path(sys.argv[1])), [0], worker_mesh(1))
     links = Links(party, 2, [channel, channel])
     links.meet([1], time.monotonic() + float(sys.argv[2]))
     for number in (0, 1):
@@ -860,10 +863,10 @@ FREEZES = """
 import os, signal, sys, time
 from pathlib import Path
 from decentjax import worker_mesh
-from decentjax.links import Folder, Links, Party, Piece
+from decentjax.links import Folder, Links, PeerProcess, Piece
 
 links = Links(
-    Party(Folder(Path(sys.argv[1])), [2], worker_mesh(1)),
+    PeerProcess(Folder(Path(sys.argv[1])), [2], worker_mesh(1)),
     3,
     [[Piece((int(sys.argv[2]),), "float32")]],
 )

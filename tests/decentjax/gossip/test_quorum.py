@@ -27,10 +27,10 @@ from decentjax.gossip import (
     Elastic,
     Folder,
     Guard,
+    MergeRecord,
     Peers,
     Quorum,
     Taken,
-    Used,
     WorkerSteps,
     count_examples,
     replay,
@@ -307,7 +307,7 @@ def given(values, weights, worker=0):
         (i, 0): [jnp.float32([x]), jnp.float32([[x[0]]])] for i, x in enumerate(values)
     }
     taken = tuple(Taken(i, 0, 0, w) for i, w in enumerate(weights))
-    return Used(0, worker, 0, taken), models
+    return MergeRecord(0, worker, 0, taken), models
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8])
@@ -573,7 +573,7 @@ def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
         init_state(params, optimizer, key, how, workers=[worker]) for worker in range(2)
     ]
     models = tuple(Taken(worker, 3, 3, 0.5) for worker in range(2))
-    records = [Used(3, worker, 0, models) for worker in range(2)]
+    records = [MergeRecord(3, worker, 0, models) for worker in range(2)]
 
     def moved(state, step):
         return state._replace(

@@ -215,7 +215,7 @@ def test_peers_that_wait_have_the_same_numbers_whatever_is_lost(way, lossy, tmp_
 @pytest.mark.parametrize("sent", ["models", "changes"])
 def test_rounds_miss_no_message_whatever_is_lost(sent, lossy, tmp_path):
     how = Rounds(topology.ring(2))
-    how = how if sent == "models" else encoded(how, int8(4), copies, step=0.5)
+    how = how if sent == "models" else encoded(how, int8(4), copies, rate=0.5)
     wanted, _ = rounds_run(how, tmp_path / "whole", 6)
     lossy(one_in(3))
     found, used = rounds_run(how, tmp_path / "lossy", 6)

@@ -129,11 +129,11 @@ def test_a_stranger_does_not_end_a_job_of_the_launcher(tmp_path):
 def test_peers_that_cannot_encrypt_get_a_sentence(monkeypatch, tmp_path):
     options = {"book": gossip.Folder(tmp_path), "workers": [0], "mesh": worker_mesh(1)}
     with pytest.raises(ValueError, match="have their keys from the secret, got None"):
-        gossip.Party(**options, encrypted=True)
-    gossip.Party(**options, encrypted=True, secret=SECRET)
+        gossip.PeerProcess(**options, encrypted=True)
+    gossip.PeerProcess(**options, encrypted=True, secret=SECRET)
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'decentjax\[tls\]'"):
-        gossip.Party(**options, encrypted=True, secret=SECRET)
+        gossip.PeerProcess(**options, encrypted=True, secret=SECRET)
 
 
 def test_encrypted_peers_train_together_and_not_with_others(tmp_path):

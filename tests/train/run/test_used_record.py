@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from decentjax.gossip import Taken, Used
+from decentjax.gossip import MergeRecord, Taken
 from tests.checkout import ENV, ROOT
 from tests.line import as_process
 from tests.run_folders import recorded
@@ -144,7 +144,7 @@ def test_a_damaged_record_stops_no_run_and_no_reader(name, how, tmp_path, capsys
 
 
 def test_broken_rows_are_left_out_with_a_warning(tmp_path, capsys):
-    path, one = tmp_path / "used.csv", Used(3, 1, 0, (Taken(2, 3, 3),))
+    path, one = tmp_path / "used.csv", MergeRecord(3, 1, 0, (Taken(2, 3, 3),))
     broken = ["3,1,0,x,3,3,", "3,1,0,2", "-3,1,0,,,,", "3,1,0,2,,,", "\0"]
     broken += ["3,1,0,2,3,3,9", "3,1,0,2,3,3,x", "3,1,0,,,,0.5"]
     path.write_text("\n".join([used_record.HEAD[:-1], "3,1,0,2,3,3,", *broken, ""]))
@@ -154,7 +154,7 @@ def test_broken_rows_are_left_out_with_a_warning(tmp_path, capsys):
 
 def test_the_weights_of_a_quorum_are_recorded_to_the_last_bit(tmp_path):
     models = (Taken(0, 2, 8, 1 / 3), Taken(1, 8, 8, 2 / 3))
-    written = [Used(8, 1, 0, models), Used(16, 1, 0, ())]
+    written = [MergeRecord(8, 1, 0, models), MergeRecord(16, 1, 0, ())]
     write(tmp_path, 0, written)
     assert read_used(tmp_path) == written
 
@@ -182,12 +182,12 @@ def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
     with begun(0):
         for step in (4, 5, 6):
             models = (Taken(1, step - 2, step), Taken(3, step, step))
-            watch.add(Used(step, 2, 0, models))
-        watch.add(Used(6, 2, 1, ()))
+            watch.add(MergeRecord(step, 2, 0, models))
+        watch.add(MergeRecord(6, 2, 1, ()))
     assert watch.values() == {"models_mixed": 1.5, "models_age": 1}
     assert watch.values() == {"models_mixed": 0}
     with begun(6):
-        watch.add(Used(6, 3, 0, ()))
+        watch.add(MergeRecord(6, 3, 0, ()))
     assert (tmp_path / "used.csv").read_text().splitlines() == [
         "step,worker,group,peer,version,sent,weight",
         *("4,2,0,1,2,4,", "4,2,0,3,4,4,"),
@@ -201,12 +201,12 @@ def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
     path, own = tmp_path / "used.csv", "4,2,0,1.0,"
     head = "step,worker,group,mass,peer,version,sent,share"
     path.write_text("\n".join([head, f"{own}1,2,4,0.0", f"{own}3,4,4,0.0", "5,2,0,1"]))
-    one = Used(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
+    one = MergeRecord(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
     assert read_used(tmp_path) == [one]
     watch = peer_watch.Watch(as_process(1, 2))
     with watch.opened(tmp_path, 5, peers=cast(Any, None)):
-        watch.add(Used(5, 2, 0, ()))
-    assert read_used(tmp_path) == [one, Used(5, 2, 0, ())]
+        watch.add(MergeRecord(5, 2, 0, ()))
+    assert read_used(tmp_path) == [one, MergeRecord(5, 2, 0, ())]
 
 
 @pytest.mark.parametrize("rows", ["", "1,2,0,3,0,1\n"])
