@@ -133,6 +133,18 @@ _MODULES = (
     "runtime",
     "topology",
 )
+# What to write for names of version 0.3, until the next version.
+_GONE = {
+    "adapt": "local_update(loss_fn, optimizer)",
+    "all_reduce_step": "simulate(local, methods.all_reduce(num_workers))",
+    "atc_step": "simulate(local, Rounds(topology))",
+    "awc_step": "simulate(local, topology)",
+    "compute_in": "cast_compute(loss_fn, dtype)",
+    "decentralize_atc": "decentralize(optimizer, Rounds(topology), axis_name)",
+    "decentralize_rounds": "decentralize(optimizer, rounds, axis_name)",
+    "init_rounds": "init_state(params, optimizer, key, rounds)",
+    "round_step": "simulate(local, rounds)",
+}
 # The modules of the core, each before those that import it; the first do not need jax.
 _CORE = (
     "exchange",
@@ -157,6 +169,8 @@ def __getattr__(name: str) -> Any:
     """
     if name in _MODULES:
         return _import(name)
+    if name in _GONE:  # Python would drop the text of another error.
+        raise ImportError(f"{__name__}.{name} is gone: write {_GONE[name]}")
     if name not in __all__:
         text = f"module {__name__!r} has no attribute {name!r}"
         # Python then adds what may be meant.

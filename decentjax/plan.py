@@ -36,7 +36,7 @@ from decentjax.rounds import (
 from decentjax.schedule import Event, Fragment, Round, Schedule, every
 from decentjax.state import WorkerState, check_optimizer, stacked_state
 from decentjax.topology import complete
-from decentjax.updates import Adapt, halves_of
+from decentjax.updates import Adapt, LocalUpdate, halves_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,8 @@ def worker_step(
     """
     check_plan(plan)
     if isinstance(plan, GradientMean):
-        return functools.partial(_gradient_mean_step, local, axis_name)
+        halves = halves_of(local, "all-reduce")
+        return functools.partial(_gradient_mean_step, halves, axis_name)
     if isinstance(plan, Topology):
         average = mix or functools.partial(mix_workers, shards=shards)
         return functools.partial(_model_step, local, average, True)
@@ -272,11 +273,14 @@ def worker_step(
 
 
 def _gradient_mean_step(
-    local: Adapt, axis_name: AxisName | None, state: WorkerState, batch: Any, event: Any
+    halves: LocalUpdate,
+    axis_name: AxisName | None,
+    state: WorkerState,
+    batch: Any,
+    event: Any,
 ) -> tuple[WorkerState, Metrics]:
     del event
     axis = axis_name or bound_axis()
-    halves = halves_of(local, "all-reduce")
     state = state._replace(opt_state=common_keys(state.opt_state, axis))
     found = halves.gradient(state, batch)
     found = found._replace(

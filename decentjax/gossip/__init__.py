@@ -1,5 +1,7 @@
 """Exchanges beside the step: in a second thread, or peer to peer."""
 
+from typing import Any
+
 from decentjax._core.patience import AutoPatience
 from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background
@@ -47,3 +49,17 @@ __all__ = [
     "host_mesh",
     "replay",
 ]
+
+# What to write for names of version 0.3, until the next version.
+_GONE = {
+    "BackgroundRounds": "gossip.Background(local, rounds, mesh)",
+    "Party": "gossip.PeerProcess(book, workers, mesh)",
+    "PeerRounds": "gossip.Peers(local, rounds, party)",
+    "Used": "gossip.MergeRecord",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _GONE:
+        raise ImportError(f"{__name__}.{name} is gone: write {_GONE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
