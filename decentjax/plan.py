@@ -325,7 +325,7 @@ def _round_step(
     batch: Any,
     event: Event | Turn,
 ) -> tuple[WorkerState, Metrics]:
-    check_carried(rounds, state)
+    check_carried(state)
     is_late = rounds.delay > 0
 
     def end(one: Round, state: WorkerState) -> WorkerState:

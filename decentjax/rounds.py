@@ -124,8 +124,8 @@ class Rounds:
     With delay 0 round r (from 0) is at the end of step r H + H - 1, after its update.
     With delay d >= 1 it begins before step r H, and is merged just before the update of
     the d-th step, counting that one; the first then sends the initial models. Of P
-    fragments the p-th begins floor(p H / P) steps after the first; leaves in no
-    fragment are not sent: each worker trains its own.
+    fragments the p-th begins floor(p H / P) steps after the first, which is sent in
+    step r H; leaves in no fragment are not sent: each worker trains its own.
 
     Args:
       topology: exchanges of the rounds, taken in turn.
@@ -228,10 +228,6 @@ class Rounds:
     def adapt(self, local: Adapt) -> Adapt:
         """The local update of packed states."""
         return local
-
-    def check(self, state: WorkerState) -> None:
-        """Raises a TypeError if a packed state lacks that of these rounds."""
-        check_carried(self, state)
 
 
 def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]]:
@@ -364,17 +360,20 @@ def receive(
     return state._replace(params=params, extra=carried)
 
 
-def check_carried(rounds: Rounds, state: WorkerState) -> None:
-    """Raises a TypeError if the state does not include that of these rounds."""
-    del rounds
+def check_carried(state: WorkerState) -> None:
+    """Raises a TypeError if a packed state cannot be that of rounds."""
     if not isinstance(state.extra, RoundState):
-        raise TypeError(
-            "rounds need their own state: make it by step.init(params, key) or "
-            "init_state(params, optimizer, key, plan), got "
-            f"{type(state.extra).__name__}"
-        )
+        raise foreign_state(state.extra)
     check_no_own_model(state.opt_state, "a round")
     check_averageable(state.opt_state)
+
+
+def foreign_state(extra: Any) -> TypeError:
+    """Returns the error of a state that is not that of the rounds."""
+    return TypeError(
+        "rounds need their own state: make it by step.init(params, key) or "
+        f"init_state(params, optimizer, key, plan), got {type(extra).__name__}"
+    )
 
 
 def travelling(fragment: Fragment, state: WorkerState) -> Any:

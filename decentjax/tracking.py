@@ -10,7 +10,7 @@ import optax
 from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.optimizer_state import states_of
 from decentjax.loss import Metrics
-from decentjax.rounds import Rounds, RoundState, replace, shift
+from decentjax.rounds import Rounds, RoundState, foreign_state, replace, shift
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt, halves_of
 
@@ -67,7 +67,7 @@ class Tracking(Rounds):
     def pack(self, state: WorkerState) -> WorkerState:
         one = state.extra
         if not isinstance(one, TrackingState):
-            self.check(state)  # Raises.
+            raise foreign_state(one)
         params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
         return state._replace(params=params, opt_state=opt_state, extra=one.carried)
 

@@ -215,7 +215,7 @@ class Beside(Closing):
     def _groups(self, state: WorkerState, batch: Any) -> list[Sequence[int]]:
         """Numbers of the leaves that are sent together."""
         if not self._is_of_models:
-            check_carried(self._rounds, state)
+            check_carried(state)
             fragments = self._rounds.schedule.fragments
             return [tuple(leaves_of(one, state.params)) for one in fragments]
         if self._rounds.delay:
@@ -309,7 +309,7 @@ class Beside(Closing):
 
     def _in_rounds(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """A step of rounds, with each part a separate program."""
-        check_carried(self._rounds, state)
+        check_carried(state)
         schedule = self._rounds.schedule
         sends, receives = schedule[step]
         if schedule.delay == 0:
