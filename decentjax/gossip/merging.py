@@ -424,17 +424,17 @@ def form_of(compression: Compression | None, leaves: Leaves) -> tuple[Form, list
 
 
 def sends_changes(rounds: Rounds) -> bool:
-    """Whether messages are changes of shared state, none of which may be lost."""
-    return rounds.compression is not None and rounds.compression.kind.sends_changes
+    """Whether messages are parts of a sum, none of which may be lost."""
+    one = rounds.compression
+    return rounds.keeps_sums or (one is not None and one.kind.sends_changes)
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:
     """Raises a ValueError if messages that must not be lost would not be waited for."""
     if sends_changes(rounds) and patience < math.inf:
         raise ValueError(
-            "drift and copies send changes, and a lost message would "
-            "leave the copies of a worker wrong: use patience=math.inf, got "
-            f"{patience}"
+            "drift, copies and gradient tracking sum what is sent, and a lost message "
+            f"would leave a sum wrong for good: use patience=math.inf, got {patience}"
         )
 
 

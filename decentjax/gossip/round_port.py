@@ -175,7 +175,7 @@ class RoundPort(PeerPort):
         if missing and self._needs_all:
             raise ConnectionError(
                 f"worker {used.worker} has no message of the workers {missing} in "
-                f"round {used.step}, and without it its copies are wrong: resume "
+                f"round {used.step}, and without it its sums are wrong: resume "
                 "all workers from a step that all have saved"
             )
 

@@ -202,9 +202,9 @@ RING = topology.ring(4)
 EITHER_WAY = pytest.mark.parametrize("where", ["simulated", "mesh"])
 
 
-@pytest.mark.parametrize(("step", "rate"), [(None, 0.5), (0.8, 0.8)])
+@pytest.mark.parametrize(("given", "rate"), [(None, 0.5), (0.8, 0.8)])
 @EITHER_WAY
-def test_deep_squeeze_is_its_algorithm(where, step, rate):
+def test_deep_squeeze_is_its_algorithm(where, given, rate):
     w = oracles.ring(4)[0]
     x, error, wanted = initial(4), np.zeros((4, 7)), []
     for t, batch in enumerate(targets(4, 12)):
@@ -214,13 +214,13 @@ def test_deep_squeeze_is_its_algorithm(where, step, rate):
             error = x + error - sent
             x = x + rate * (w @ sent - sent)
         wanted.append(x)
-    got = run(lossy(methods.local_sgd(RING, 2), step=step), 4, 12, where)
+    got = run(lossy(methods.local_sgd(RING, 2), rate=given), 4, 12, where)
     np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("step", "rate"), [(None, 0.75), (0.6, 0.6)])
+@pytest.mark.parametrize(("given", "rate"), [(None, 0.75), (0.6, 0.6)])
 @EITHER_WAY
-def test_choco_is_its_algorithm_2(where, step, rate):
+def test_choco_is_its_algorithm_2(where, given, rate):
     w = oracles.ring(4)[0]
     x, known, wanted = initial(4), initial(4), []
     for batch in targets(4, 12):
@@ -228,7 +228,7 @@ def test_choco_is_its_algorithm_2(where, step, rate):
         known = known + largest(x - known)
         x = x + rate * (w @ known - known)
         wanted.append(x)
-    how = lossy(methods.local_sgd(RING, 1), copies, rate=step)
+    how = lossy(methods.local_sgd(RING, 1), copies, rate=given)
     np.testing.assert_allclose(run(how, 4, 12, where), wanted, rtol=1e-10, atol=1e-12)
 
 

@@ -441,7 +441,7 @@ CALLS = [
     (lambda: schedule.every(LOST, 2), FUNCTION),
     (
         lambda: schedule.every(RING, 2, delay=3),
-        "merged after 3 steps, .* a shorter del",
+        "merged after 3 steps, .* use a delay from 0 to 2",
     ),
     (
         lambda: methods.diloco(4, num_steps=0),

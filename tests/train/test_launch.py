@@ -468,7 +468,7 @@ def job_of():
         for i, code in enumerate(sys.argv[1:])
     ]
 
-sys.exit(supervise(start, 2))
+sys.exit(supervise(job_of, 2))
 """
 
 
@@ -572,7 +572,7 @@ def test_the_processes_run_the_module_that_was_asked_for(
     begun = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        "train.launch.supervise", lambda start, *_: begun.extend(job_of())
+        "train.launch.supervise", lambda start, *_: begun.extend(start())
     )
     main(["-n", "2", *arguments.split()])
     places = []

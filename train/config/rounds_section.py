@@ -81,8 +81,8 @@ class RoundsConfig:
         of a number that the codec keeps, such as 0.5 for "int2" and `sent_share` for
         "top_k".
       tracking: whether workers descend along an estimate of the mean gradient, which is
-        averaged with the model: gradient tracking, for heterogeneous data. It runs in
-        the step, without a codec.
+        averaged with the model: gradient tracking, for heterogeneous data; without a
+        codec, and between peers only if they wait for all.
     """
 
     every_steps: int = 10

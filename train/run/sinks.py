@@ -147,7 +147,7 @@ def _mlflow_run(client: Any, config: dict[str, Any], own: str) -> str:
     from mlflow.entities import Param
 
     experiment = _mlflow_experiment(client)
-    before = client.search_runs([experiment], f"tags.`decentjax.id` = '{own}'")
+    before = _mlflow_search(client, experiment, f"tags.`decentjax.id` = '{own}'")
     if before:  # Its params cannot change.
         return before[0].info.run_id
     tags, named = {"decentjax.id": own}, _names_as_paths("mlflow")
@@ -155,6 +155,16 @@ def _mlflow_run(client: Any, config: dict[str, Any], own: str) -> str:
     params = [Param(named(key), str(value)) for key, value in _flat(config).items()]
     client.log_batch(run.info.run_id, params=params)
     return run.info.run_id
+
+
+def _mlflow_search(client: Any, experiment: str, words: str) -> Any:
+    """Returns the runs that match; in a folder others may be writing theirs."""
+    for pause in (0.02, 0.1, 0.5, 2.0):
+        try:
+            return client.search_runs([experiment], words)
+        except ValueError:  # A metric's file has been created, and not yet written.
+            time.sleep(pause)
+    return client.search_runs([experiment], words)
 
 
 def _mlflow_experiment(client: Any) -> str:

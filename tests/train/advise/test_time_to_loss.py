@@ -153,7 +153,7 @@ def test_it_is_told_and_kept(tmp_path):
         (config(dtype="bfloat16"), "background"),
         (config(**ROUNDS), "auto"),
         (config(**ROUNDS, delay=2, merge="shift"), "background"),
-        (config(**TRACKING), "auto"),
+        (config(**TRACKING), "background"),
     ],
 )
 def test_the_command_of_the_first_trains_its_method(wanted, where):

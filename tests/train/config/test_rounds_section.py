@@ -15,6 +15,7 @@ from train.config import (
     BackgroundExchange,
     DampingPolicy,
     PeerExchange,
+    QuorumExchange,
     RoundsConfig,
     StepConfig,
     TopologyConfig,
@@ -324,10 +325,10 @@ PEERS = PeerExchange()
             D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
             "set exchange.way to arrived, got swaps",
         ),
-        (TRACKING | {"exchange": PEERS}, "set exchange to in_step, got peers"),
+        (TRACKING | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (
-            TRACKING | {"exchange": BackgroundExchange()},
-            "set exchange to in_step, got background",
+            TRACKING | {"exchange": QuorumExchange()},
+            "set exchange to peers, got quorum",
         ),
         (
             LOCAL_TRACKING
