@@ -317,7 +317,7 @@ def adapt_alone(params, num_steps):
         (
             encoded(Rounds(topology.ring(2), 2), int8(), copies),
             {"patience": 9.0},
-            "send changes, .* use patience=math.inf, got 9.0",
+            "sum what is sent, .* use patience=math.inf, got 9.0",
         ),
         (
             encoded(methods.diloco(2, 2), int8(), drift),
