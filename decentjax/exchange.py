@@ -53,7 +53,8 @@ class Permutations:
         # Lists would make an exchange unhashable, and invalid as a static argument of
         # jit.
         object.__setattr__(self, "sources", tuple(map(tuple, self.sources)))
-        object.__setattr__(self, "weights", tuple(self.weights))
+        weights = tuple(_number("a weight", x) for x in self.weights)
+        object.__setattr__(self, "weights", weights)
         if len(self.sources) != len(self.weights) or not self.sources:
             raise ValueError(
                 "an exchange needs one weight for each permutation, and at least one: "
@@ -146,6 +147,7 @@ class Exchange:
             raise ValueError(
                 f"workers_per_node must be positive, got {self.workers_per_node}"
             )
+        object.__setattr__(self, "factor", _number("a factor", self.factor))
         if not 0 < self.factor <= 1:
             raise ValueError(f"factor must be in (0, 1], got {self.factor}")
 
@@ -270,6 +272,19 @@ def check_topology(topology: Any) -> None:
             f"wanted a Topology, such as topology.ring(8), got {got}; call a function "
             "of decentjax.topology with the number of workers"
         )
+
+
+def _number(name: str, given: Any) -> float:
+    """A number of Python, also of an array, which has no hash."""
+    if isinstance(given, int | float):
+        return given
+    try:
+        return float(given)
+    except (TypeError, ValueError) as error:  # Also of a traced array.
+        raise TypeError(
+            f"{name} of an exchange is static, a number that is known before the step "
+            f"is traced, got {type(given).__name__}"
+        ) from error
 
 
 def check_whole(name: str, number: Any) -> None:

@@ -13,6 +13,8 @@ from functools import partial
 from typing import NamedTuple, get_args
 from xml.etree import ElementTree
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -1039,3 +1041,15 @@ def test_a_shell_sees_graphs_and_nothing_else():
     names = dir(topology)
     assert {"ring", "from_edges", "matrices"} <= set(names)
     assert not {"np", "Callable", "dataclasses", "apply", "TOLERANCE"} & set(names)
+
+
+def test_weights_may_be_arrays_and_are_static():
+    half = jnp.float32(0.5)
+    plain = Permutations(((0, 1), (1, 0)), (0.5, 0.5))
+    assert Permutations(((0, 1), (1, 0)), (half, half)) == plain
+    assert hash(Exchange(plain, factor=half)) == hash(Exchange(plain, factor=0.5))
+    words = "a factor of an exchange is static, .* got "
+    with pytest.raises(TypeError, match=words + "str"):
+        Exchange(plain, factor="all")
+    with pytest.raises(TypeError, match=words):
+        jax.jit(lambda x: Exchange(plain, factor=x) and x)(0.5)
