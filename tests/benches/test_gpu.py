@@ -86,7 +86,7 @@ def test_the_default_config_is_one_that_comes_with_the_program():
     assert GpuBench().config == Path("gpt2_small")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     result = bench("--config", str(TINY), "--out", str(tmp_path))
     assert result.returncode == 1

@@ -74,7 +74,7 @@ def test_the_input_is_measured_and_written_down(tmp_path, capsys):
     assert (tmp_path / "data.md").read_text() in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     bench = StepBench(
         configs=(TINY_FILE,), batches=(2,), rounds=1, steps=1, out=tmp_path
@@ -128,7 +128,7 @@ def test_what_the_benches_measure_by_default_is_there():
     assert dataclasses.fields(StepBench)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_codecs_are_measured_beside_a_copy(tmp_path, capsys):
     bench = codecs.CodecBench(size=5000, rounds=2, out=tmp_path)
     assert codecs.main(bench) == 0

@@ -13,7 +13,7 @@ from tests.checkout import ROOT
 LINE_FILE = ROOT / "tests" / "job_line.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_times_each_worker_and_keeps_the_shortest_round(
     tmp_path, monkeypatch, capsys
 ):

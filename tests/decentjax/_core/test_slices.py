@@ -161,7 +161,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(8)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
@@ -356,7 +356,7 @@ def _descended(name, model, batch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(15)
+@pytest.mark.draw(6)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)

@@ -322,7 +322,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.draw(16)
+@pytest.mark.draw(64)
 @pytest.mark.parametrize(("phase", "process", "count"), CASES)
 def test_a_job_with_a_stuck_process_ends_and_names_it(phase, process, count, tmp_path):
     output, seconds = stuck(tmp_path, phase, process, count)
@@ -338,7 +338,7 @@ def test_a_job_with_a_stuck_process_ends_and_names_it(phase, process, count, tmp
     assert seconds < 60
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.draw(2)
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_that_holds_pythons_lock_gives_no_sign(process, tmp_path):
@@ -352,7 +352,7 @@ def test_a_compiled_step_that_waits_for_one_names_it(tmp_path):
     assert "process 1 is late: reading, step 5, for" in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stuck_job_is_started_again_and_ends_well(tmp_path):
     config = plant("tests/job_line.py", tmp_path / "orders", tmp_path / "config.py")
     give(tmp_path / "orders", 1, Order("reading", 1000.0, 12))
@@ -391,7 +391,7 @@ def test_a_process_that_is_stopped_for_a_while_is_not_late():
         assert process.wait(LONG) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_machine_sleeps_is_not_counted(tmp_path):
     """All processes stop for longer than the deadline, and go on."""
     options = "--num-steps 100000 --distributed.step-deadline 3"

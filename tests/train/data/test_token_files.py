@@ -297,7 +297,7 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     assert is_prepared(tmp_path / "empty")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_text_is_trained_on_by_one_command_and_its_run_needs_it_no_more(
     files, tmp_path
 ):

@@ -260,7 +260,7 @@ def test_halves_of_the_held_out_data_share_nothing():
     assert not {tuple(x) for x in parts[0]} & {tuple(x) for x in parts[1]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
     graphs = ("all_reduce", "complete", "ring", "torus", "star", "hypercube")
     options = {"graphs": graphs, "seeds": 2, "first_seed": 5, "out": tmp_path}

@@ -274,7 +274,7 @@ config = dataclasses.replace(line, task=Task())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_during_the_start_ends_all_after_one_step(tmp_path):
     """Of a run that begins, and of one that goes on."""
     path = tmp_path / "slow.py"
