@@ -36,7 +36,7 @@ from decentjax.gossip.merging import WAYS, form_of
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.mixing import mix_arrived
 from tests.ipv6 import needs_ipv6
-from tests.jobs import read_until, spawn
+from tests.jobs import read_step, spawn
 from tests.parties import (
     LOCAL,
     LONG,
@@ -905,7 +905,7 @@ def test_a_job_under_jax_distributed_has_a_book(tmp_path):
     workers = [spawn(tmp_path, worker, 2, STORE=store) for worker in range(2)]
     try:
         # Between 0 and 1, of whose batches each model without a peer is one.
-        mean = float(read_until(workers[1], 100)[3])
+        mean = float(read_step(workers[1], 100)[3])
         assert 0.3 < mean < 0.8
     finally:
         for process in workers:
@@ -924,16 +924,16 @@ def test_a_worker_that_comes_back_begins_anew(tmp_path):
     workers = [spawn(tmp_path, worker, 2, MERGE="swaps") for worker in range(2)]
     try:
         for worker in workers:
-            read_until(worker, 20)
+            read_step(worker, 20)
         workers[0].kill()
         workers[0].communicate()
         workers[0] = spawn(tmp_path, 0, 2, MERGE="swaps", JOIN="1")
-        step = int(read_until(workers[0], 0)[0])
+        step = int(read_step(workers[0], 0)[0])
         assert step >= 20
         for worker in workers:
             # How many models it had mixed when the other came back, and a while later.
-            before = int(read_until(worker, step)[-1])
-            assert int(read_until(worker, step + 200)[-1]) > before + 10
+            before = int(read_step(worker, step)[-1])
+            assert int(read_step(worker, step + 200)[-1]) > before + 10
     finally:
         for process in workers:
             process.kill()
@@ -948,20 +948,20 @@ def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
     workers = [spawn(tmp_path, worker, count, **how) for worker in range(count)]
     try:
         for worker in workers:
-            read_until(worker, 20)
+            read_step(worker, 20)
         workers[0].kill()  # The first: there is nothing special about it.
         workers[2].send_signal(signal.SIGSTOP)
-        times = [float(read_until(workers[1], step)[1]) for step in range(40, 100)]
+        times = [float(read_step(workers[1], step)[1]) for step in range(40, 100)]
         # It goes on alone, 0.05 s of sleep a step.
         assert np.median(np.diff(times)) < 0.5
         workers[2].send_signal(signal.SIGCONT)
         workers.append(spawn(tmp_path, 0, count, JOIN="1", **how))
-        step, _, seconds, mean, _ = map(float, read_until(workers[-1], 0))
+        step, _, seconds, mean, _ = map(float, read_step(workers[-1], 0))
         assert step >= 20  # That of the peer that answered first.
         assert seconds < LONG
         # A model of its own would still be 0.
         assert mean > 0.1
-        assert float(read_until(workers[2], 290)[0]) >= 290
+        assert float(read_step(workers[2], 290)[0]) >= 290
     finally:
         for process in workers:
             process.kill()
