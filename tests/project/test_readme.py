@@ -320,36 +320,22 @@ def test_a_model_of_flax_needs_few_lines(page, word, most):
     assert sum(map(bool, map(str.strip, block.split("\n")))) <= most
 
 
-@pytest.fixture(scope="module")
-def pasted() -> Iterator[list[subprocess.Popen[str]]]:
-    """The blocks, each in a fresh interpreter, all at once."""
-    processes = []
-    for page, block in BLOCKS:
-        checks = [check for word, check in CHECKS.items() if word in block]
-        if page == "docs/guides/recipes.md":
-            checks = [LEARNED]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", "\n".join([block, *checks])],
-                env=ENV,
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    yield processes
-    for process in processes:
-        process.kill()
-        process.communicate()
+def ran(page: str, block: str) -> tuple[int, str, str]:
+    """The exit code of a block in a fresh interpreter, its output and its errors."""
+    checks = [check for word, check in CHECKS.items() if word in block]
+    if page == "docs/guides/recipes.md":
+        checks = [LEARNED]
+    command = [sys.executable, "-c", "\n".join([block, *checks])]
+    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_a_code_block_runs_as_pasted(number, pasted):
-    output, errors = pasted[number].communicate()
+def test_a_code_block_runs_as_pasted(number):
     page, block = BLOCKS[number]
-    assert pasted[number].returncode == 0, (page, errors)
+    code, output, errors = ran(page, block)
+    assert code == 0, (page, errors)
     lines = output.splitlines()
     if "analysis.compare(graphs" in block:
         rows = [f"| {' | '.join(line.split())} |" for line in lines[1:]]
