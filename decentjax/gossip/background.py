@@ -42,7 +42,7 @@ class Background(Beside):
     Args:
       local: the local update, as `local_update` returns it. It is cut where it uses
         `mixed`; a conditional or a loop that uses it waits as a whole.
-      plan: topology or rounds, these without tracking.
+      plan: topology or rounds.
       mesh: mesh of the workers, as in `on_mesh`. If a worker is a slice of it, each of
         its devices exchanges its own shards.
       message_dtype: as in `mix`.
@@ -54,8 +54,8 @@ class Background(Beside):
     Raises:
       TypeError: if `plan` is neither topology nor rounds.
       ValueError: if the mesh has a different number of workers, the devices of
-        `exchange_mesh` are in other processes, or the rounds have tracking, or their
-        compression has shards.
+        `exchange_mesh` are in other processes, or the compression of the rounds has
+        shards.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

@@ -43,8 +43,8 @@ class Peers(Beside):
 
     With a compression the messages are encoded. With `error_feedback` a worker averages
     the messages received so far, q decoded: `x_i + sum_j W_ij (q_j - q_i)`. Each
-    message of `drift` or `copies` is a change of shared state; a lost message would
-    leave its copies wrong: these need `patience=math.inf` and a symmetric graph, and
+    message of `drift`, `copies` and gradient tracking is a part of a sum, which a lost
+    message would leave wrong: these need `patience=math.inf` and a symmetric graph, and
     raise an error if a peer is lost.
 
     With a `Quorum` no weight stays with the own model: a round merges the contributions
@@ -55,7 +55,7 @@ class Peers(Beside):
     Args:
       local: as in `Background`.
       plan: topology of single workers, such as `ring` or `exponential`, whose exchanges
-        each worker takes in turn independently; or rounds without tracking.
+        each worker takes in turn independently; or rounds.
       party: this process, its workers, and how it finds its peers.
       merge: how models are used: "arrived" averages with the models received so far,
         "swaps" over a topology swaps models with peers, see `decentjax.gossip.merging`;
@@ -74,14 +74,14 @@ class Peers(Beside):
     Raises:
       TypeError: if `plan` is neither topology nor rounds, or `party` no
         `PeerProcess`.
-      ValueError: if the plan has nodes, shards or tracking, a topology groups, or it
+      ValueError: if the plan has nodes or shards, a topology groups, or it
         does not allow this merge, the workers do not fit it, messages of slices are to
         be encoded, the patience is negative or does not fit, the quorum is larger than
         the number of workers, rounds with a quorum or elastic peers are encoded, or
         `elastic` is used with "swaps", an infinite patience, or without a graph for
         each number of workers; at the first step, if the address is in use, or another
         process answers as one of these workers.
-      ConnectionError: at a step, if a message of `drift` or `copies` is missing.
+      ConnectionError: at a step, if a message that is part of a sum is missing.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -170,10 +170,10 @@ class Peers(Beside):
 
         With `elastic`: worker i reads shard i, and in some turns that of a worker that
         is missing, each from where it was read before, as far as that is known from
-        messages. The next call of the step counts them as
-        read. So no batch is left out because its worker is away or slow, and few are
-        read twice: those of workers that disagree for a moment on who is alive.
-        Otherwise worker i reads batch `step` of shard i.
+        messages. The next call of the step counts them as read. So no batch is left out
+        because its worker is away or slow, and few are read twice: those of workers
+        that disagree for a moment on who is alive. Otherwise worker i reads batch
+        `step` of shard i.
         """
         return self._peers.next_reads(step)
 

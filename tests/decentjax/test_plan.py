@@ -2,6 +2,7 @@
 
 import functools
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from decentjax import (
     wrap,
 )
 from decentjax.compression import copies, error_feedback
-from tests.parties import in_threads, party_of
+from tests.parties import LONG, in_threads, party_of
 from tests.plans import all_reduce, atc, awc
 
 PARAMS = {"matrix": jnp.arange(6.0).reshape(2, 3) / 7, "scalar": jnp.ones(())}
@@ -85,6 +86,24 @@ def trained(train_step, n, mesh=None):
     return jax.device_get(state.params), np.stack(losses)
 
 
+def trained_by_peers(plan, n, folder, **options):
+    """The params of all workers after the last step, each in a thread of its own."""
+    done = threading.Barrier(n)
+
+    def work(worker):
+        party = party_of(folder, [worker])
+        with gossip.Peers(LOCAL, plan, party, **options) as train_step:
+            state = train_step.init(PARAMS, jax.random.key(0))
+            for t, row in enumerate(batches(n)):
+                batch = place(row[worker : worker + 1], party.mesh)
+                state, _ = train_step(state, batch, t)
+            params = jax.device_get(state.params)
+            done.wait(LONG)  # Peers may still pull what this one has left.
+            return params
+
+    return jax.tree.map(lambda *x: np.concatenate(x), *in_threads(work, n))
+
+
 def assert_close(got, wanted):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
@@ -114,20 +133,14 @@ def test_a_second_thread_has_the_numbers_of_the_simulation(plan_of, n):
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.draw(4)
 def test_peers_that_wait_have_the_numbers_of_the_simulation(plan_of, n, tmp_path):
-    plan = plan_of(n)
+    found = trained_by_peers(plan_of(n), n, tmp_path, patience=np.inf)
+    assert_close(found, trained(simulate(LOCAL, plan_of(n)), n)[0])
 
-    def work(worker):
-        party = party_of(tmp_path, [worker])
-        with gossip.Peers(LOCAL, plan, party, patience=np.inf) as train_step:
-            state = train_step.init(PARAMS, jax.random.key(0))
-            for t, row in enumerate(batches(n)):
-                batch = place(row[worker : worker + 1], party.mesh)
-                state, _ = train_step(state, batch, t)
-            return jax.device_get(state.params)
 
-    rows = in_threads(work, n)
-    found = jax.tree.map(lambda *x: np.concatenate(x), *rows)
-    assert_close(found, trained(simulate(LOCAL, plan), n)[0])
+def test_a_quorum_of_all_over_a_topology_has_the_numbers_of_the_simulation(tmp_path):
+    graph, how = topology.damped(RING, 0.5), {"merge": gossip.Quorum(3)}
+    found = trained_by_peers(graph, 3, tmp_path, patience=60.0, **how)
+    assert_close(found, trained(simulate(LOCAL, graph), 3)[0])
 
 
 @EACH_PLAN
