@@ -67,7 +67,6 @@ class WrappedStep:
         self._select = params or default_params
         self._lens: Lens | None = None
         self._copies: list[Copy] = []
-        self._has_begun = False
         self._run: Any = (run or functools.partial(_compiled, mesh=mesh))(
             self.local, plan
         )
@@ -101,24 +100,20 @@ class WrappedStep:
         whole = WorkerState(params, rest, (), key, init_carried(self._plan, params))
         return stack(whole, self._plan.num_workers, self._mesh, workers)
 
-    def __call__(self, state: WorkerState, batch: Any, step: int) -> tuple[Any, Any]:
+    def __call__(self, state: WorkerState, batch: Any, step: int) -> Any:
         """Runs a step; the state's buffers are donated.
 
         Args:
           state: state of all workers.
-          batch: stacked batches, [N, ...].
+          batch: stacked batches, [N, ...]; between peers, the function `read` of
+            `gossip.Peers`.
           step: number of the step, a Python int.
 
         Returns:
-          The new state, and the stacked metrics.
-
-        Raises:
-          ValueError: if it is a peer's first step, and its worker was there before.
+          The new state, and the stacked metrics; between peers, the new state, the
+          step that follows, and the metrics.
         """
         self._known()
-        if not self._has_begun and hasattr(self._run, "check_begins"):
-            self._run.check_begins(state, batch, step)
-        self._has_begun = True
         with _explained():  # Some errors come when the step is lowered.
             return self._run(state, batch, step)
 

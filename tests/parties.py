@@ -63,7 +63,7 @@ def training(peers: gossip.Peers, state: Any, batch: Any) -> Iterator[dict[int, 
                 if ended.is_set():
                     return
                 seen[step] = jax.device_get(state._replace(key=()))
-                state, _ = peers(state, batch, step)
+                state, _ = peers.advance(state, batch, step)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         working = pool.submit(work, state)
@@ -128,7 +128,7 @@ def trained(party_of_worker, make_step, start_of, rows, delays, stays=True):
             for step, row in enumerate(rows):
                 time.sleep(delays(worker, step))
                 batch = place(row[worker : worker + 1], party.mesh)
-                state, _ = train_step(state, batch, step)
+                state, _ = train_step.advance(state, batch, step)
                 found.append(jax.device_get(state.params))
             if stays:  # Peers may still pull what this one has left.
                 done.wait(LONG)

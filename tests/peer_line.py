@@ -1,9 +1,8 @@
 """A worker that trains beside others it never waits for: FOLDER NUMBER N STEPS.
 
-It prints each step when it is done, and with JOIN begins where its peers are. With
-WAGMA it averages in groups of two, and in every tenth step over all. With STORE, an
-address, the book is that of a job under jax.distributed. MERGE is that of `Peers`. With
-ELASTIC, a quorum, workers come and go.
+It prints each step when it is done. With WAGMA it averages in groups of two, and in
+every tenth step over all. With STORE, an address, the book is that of a job under
+jax.distributed. MERGE is that of `Peers`. With ELASTIC, a quorum, workers come and go.
 """
 
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from decentjax import init_state, local_update, topology, worker_mesh
@@ -41,7 +41,7 @@ local = local_update(loss_fn=loss_fn, optimizer=optimizer)
 graph = topology.ring(num_workers)
 key = jax.random.key(0)
 state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker])
-batch, first, began = jnp.full(1, float(worker)), 0, time.monotonic()
+began = time.monotonic()
 party = PeerProcess(book, [worker], worker_mesh(1, jax.local_devices()))
 mixed = []
 elastic = None
@@ -59,22 +59,14 @@ if "WAGMA" in os.environ:
     groups = Butterfly(num_workers, group_size=2, period=10)
     train_step = Wagma(local, groups, party, patience=0.5)
 with train_step as peers:
-    if "JOIN" in os.environ:
-        state, first = peers.join(state, batch)
-        assert first is not None
-    step = first
+    step = 0
     while step < num_steps:
-        while elastic is not None and not peers.has_quorum():
-            time.sleep(0.01)
-        if elastic is not None and peers.was_away():
-            state, found = peers.join(state, batch, after=step)
-            step = step if found is None else found
-        state, _ = jax.block_until_ready(peers(state, batch, step))
+        given = state, lambda shard, number: np.float32(worker), step
+        state, step, _ = jax.block_until_ready(peers(*given))
         mean = float(state.params.mean())
         now = time.monotonic()
         peers_of_step = sorted({one.peer for one in mixed[-4:]})
         last = len(mixed) if elastic is None else [peers_of_step, sorted(peers.alive())]
-        print(step, now, now - began, mean, last, flush=True)
-        step += 1
+        print(step - 1, now, now - began, mean, last, flush=True)
         time.sleep(0.05)
 os._exit(0)

@@ -73,7 +73,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     local = local_update(_loss_fn, optimizer)
     if scheme in BY_PEERS:
         patience = 0.0 if scheme == Scheme.NO_WAIT else math.inf
-        train_step = gossip.Peers(local, graph, party, patience=patience)
+        train_step = gossip.Peers(local, graph, party, patience=patience).advance
         finish = rest
     elif scheme == Scheme.BACKGROUND:
         train_step = gossip.Background(local, graph, mesh)

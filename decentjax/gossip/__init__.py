@@ -11,7 +11,7 @@ from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.means import Butterfly
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
-from decentjax.gossip.peers import Peers
+from decentjax.gossip.peers import Admitted, Peers, PeerStep
 from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
 from decentjax.gossip.thread_port import Record, host_mesh
@@ -20,6 +20,7 @@ from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
 
 __all__ = [
     "Addresses",
+    "Admitted",
     "AllReduce",
     "Arrived",
     "AutoPatience",
@@ -33,6 +34,7 @@ __all__ = [
     "LeftOut",
     "MergeRecord",
     "PeerProcess",
+    "PeerStep",
     "Peers",
     "Quorum",
     "Read",

@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -161,6 +161,7 @@ class GroupMeans:
         with self._changed:
             first = self._offered is None
             self._offered = Sums(step, offered)
+        self._links.at(step)
         self._links.bell.ring()
         if first:
             self._step = step
@@ -197,15 +198,30 @@ class GroupMeans:
         }
         return means, found
 
-    def ask(self, own: dict[int, Rows], seconds: float) -> tuple[int, dict[int, Rows]]:
+    def ask(
+        self,
+        own: dict[int, Rows],
+        after: int,
+        seconds: float,
+        ended: Callable[[], bool],
+    ) -> tuple[int, dict[int, Rows]]:
         """Waits for a mean of the partners, before the first model is offered.
+
+        Args:
+          own: the models of the workers here.
+          after: step that a partner must be past.
+          seconds: longest wait.
+          ended: whether to return at once.
 
         Returns:
           The newest step with such a mean, and a mean for each worker of which one
           has.
         """
-        deadline, step, means = time.monotonic() + seconds, -1, {}
-        while len(means) < len(own) and time.monotonic() < deadline:
+        step, means = -1, dict[int, Rows]()
+        if not self._links.find_ahead(after, 0, ended):
+            return step, means
+        deadline = time.monotonic() + seconds
+        while len(means) < len(own) and time.monotonic() < deadline and not ended():
             heard = self._links.bell.count
             for worker in own.keys() - means.keys():
                 for peer in self._links.alive() & {*self._groups.partners(worker)}:

@@ -21,10 +21,12 @@ class Elastic(NamedTuple):
 
     Args:
       graph: function that returns the topology of n workers, for each n from 1 to N.
-      quorum: number of workers, those of this process included, with whom
-        `Peers.has_quorum`; with more than half of all, at most one side of a network
+      quorum: number of live workers, including those of this process, below which a
+        process waits; with more than half of all, at most one side of a network
         partition trains; with 1, both. Workers that have finished count too.
       silent_seconds: silence in seconds after which a process counts as gone.
+      alone_seconds: time in seconds from when no peer answers after which a process
+        continues without any. Whoever was asked before is waited for.
 
     Examples:
       >>> from decentjax import gossip, topology
@@ -35,6 +37,7 @@ class Elastic(NamedTuple):
     graph: Callable[[int], Topology]
     quorum: int = 1
     silent_seconds: float = 5.0
+    alone_seconds: float = 5.0
 
     def check(self, num_workers: int) -> None:
         """Raises a ValueError unless there is a graph for each number of workers."""
@@ -42,10 +45,9 @@ class Elastic(NamedTuple):
             raise ValueError(
                 f"quorum must be from 1 to {num_workers} workers, got {self.quorum}"
             )
-        if not self.silent_seconds > 0:
-            raise ValueError(
-                f"silent_seconds must be positive, got {self.silent_seconds}"
-            )
+        for name in ("silent_seconds", "alone_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for n in range(1, num_workers + 1):
             if self.graph(n).num_workers != n:
                 raise ValueError(

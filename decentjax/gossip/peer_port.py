@@ -37,7 +37,7 @@ from decentjax.state import WorkerState
 Place = tuple[int, int]
 """Numbers of a shard, and of a batch in it."""
 JOIN_SECONDS = 3.0  # Wait for a peer's state, before the next peer is asked.
-MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
+MOST_JOIN_SECONDS = 15.0  # The same, once none has answered for long.
 APART_EVERY = 10  # Exchanges between two measurements of the distance of models.
 
 
@@ -55,7 +55,8 @@ class PeerPort:
       compression: how leaves are encoded; None sends them unencoded.
       elastic: how to continue when workers join and leave; None if they do not.
       num_parts: number of parts of a message's `Said`, before those of the ledger.
-      read: function called with what each worker has trained on, once it is sent.
+      batches_read: function called with what each worker has trained on, once it is
+        sent.
       in_flight: number of exchanges that may be in flight at a time.
 
     Raises:
@@ -78,7 +79,7 @@ class PeerPort:
         elastic: Elastic | None = None,
         num_parts: int = 0,
         in_flight: int = 1,
-        read: Callable[[Read], None] | None = None,
+        batches_read: Callable[[Read], None] | None = None,
     ):
         check_topology(topology)
         check_party(party)
@@ -105,7 +106,8 @@ class PeerPort:
         # Distances to the models mixed last, by worker and leaf group.
         self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
         self.joined_from: dict[int, int] = {}
-        self._read, self._reading = read or (lambda _: None), dict[int, Place]()
+        self._read = batches_read or (lambda _: None)
+        self._reading: dict[int, Place] = {}
         self.ledger: Ledger | None = None
         if elastic is not None:
             self._check_elastic(elastic)
@@ -137,8 +139,15 @@ class PeerPort:
         return {j for i in self.party.workers for j in neighbors(self.topology, i)}
 
     def living(self) -> list[int]:
-        """The workers that are alive, including those of this process."""
-        return sorted(self.links.alive() | set(self.party.workers))
+        """The workers that take part, including those of this process."""
+        # Not those that still look for a state to begin with.
+        begun = self.links.ahead(-1) & self.links.met
+        return sorted(begun | set(self.party.workers))
+
+    @property
+    def may_join(self) -> bool:
+        """Whether a worker may miss exchanges, and begin with the state of a peer."""
+        return self.waits.longest < math.inf
 
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
@@ -163,7 +172,8 @@ class PeerPort:
             first_model=first_model(first, step),
         )
         self._way = self._build_way()
-        self._links.meet(self.sources, time.monotonic() + self.waits.first)
+        if self.elastic is None:
+            self._links.meet(self.sources, time.monotonic() + self.waits.first)
 
     def show(self, state: WorkerState, step: int) -> None:
         """Sets the step that this process reports, and sends the state to guests."""
@@ -176,6 +186,7 @@ class PeerPort:
                 for worker, own in zip(self.party.workers, rows, strict=True)
                 if worker in asked
             }
+            self.links.met |= {guest for guest, _ in guests}
             for guest, worker in guests:
                 whole = len(self._forms)
                 said = self._way.said(step, *[0] * self._own_parts)
@@ -183,31 +194,25 @@ class PeerPort:
         self._report(step)
 
     def whole(
-        self, worker: int, after: int, end: float, alone: float
+        self, worker: int, after: int, ended: Callable[[], bool]
     ) -> Message | None:
         """The whole state of the first peer that sends it, of those that are ahead.
 
-        Waits until `end`, or until `alone` if no peer is alive.
+        None once no peer is ahead, or this process is to end.
         """
-        if self.topology.num_workers == len(self.party.workers):
-            return None
-        begin, whole = time.monotonic(), len(self._forms)
-        each = max(JOIN_SECONDS, (end - begin) / 4)
-        while (now := time.monotonic()) < end:
+        channel, wait = len(self._forms), JOIN_SECONDS
+        while (ahead := self.links.ahead(after)) and not ended():
             heard = self.links.bell.count
-            ahead = self.links.ahead(after)
-            late = begin + MEET_SECONDS if self.links.alive() else alone
-            if not ahead and now > late:
-                break
             for peer in sorted(ahead):
                 self.links.ask_to_join(worker, peer)
-                late = min(time.monotonic() + each, end)
-                message = self.links.wait(worker, peer, whole, after + 1, late)
+                late = time.monotonic() + wait
+                message = self.links.wait(worker, peer, channel, after + 1, late)
                 if message is not None and message.said.step > after:
                     if self.ledger is not None:
                         self.ledger.hear(message.said.parts)
                     self.joined_from[worker] = peer
                     return message
+            wait = min(2 * wait, MOST_JOIN_SECONDS)
             self.links.bell.wait(heard)
         return None
 

@@ -7,9 +7,10 @@ theirs. A slow, frozen or dead peer delays the others by at most the patience.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from decentjax._core.patience import AutoPatience
@@ -23,14 +24,116 @@ from decentjax.gossip.round_port import RoundPort, from_anchor
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.gossip.thread_port import Record
 from decentjax.links import Links, PeerProcess
+from decentjax.loss import Metrics
+from decentjax.placement import place
 from decentjax.plan import Plan, rounds_of
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
 
 MOST_BEHIND = 10  # Steps: a model that is younger hardly moves an average.
+QUORUM_SECONDS = 0.05  # Between two looks for a quorum.
+
+ReadBatch = Callable[[int, int], Any]
+"""Maps a shard and the number of a batch in it to the batch of one worker."""
 
 
-class Peers(Beside):
+class Admitted(NamedTuple):
+    """The state and the step with which a process of peers continues.
+
+    Args:
+      state: the state.
+      step: the step.
+      how: "own": with its own state, at its own step; "joined": with the state and the
+        step of a peer; "behind": with its own state, at the next round of a quorum;
+        "alone": like "own", but it is new or was away, and found no peer ahead.
+    """
+
+    state: WorkerState
+    step: int
+    how: Literal["own", "joined", "behind", "alone"] = "own"
+
+
+class PeerStep(Beside):
+    """The train step of a process of peers: it finds out itself where it continues."""
+
+    def alive(self) -> set[int]:
+        """Returns the workers of other processes that are alive."""
+        raise NotImplementedError
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Why a worker was refused, for each refused worker."""
+        raise NotImplementedError
+
+    def admit(
+        self,
+        state: WorkerState,
+        batch: Any,
+        step: int,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> Admitted:
+        """Returns the state and the step with which this process continues.
+
+        The first part of a call, for programs with a loop of their own: admit, read the
+        batch, and `advance`.
+
+        Args:
+          state: state of the workers of this process.
+          batch: stacked batch of any step, for its shapes; only the first call uses it.
+          step: the step about to run.
+          ended: function that is asked while this process waits; once it returns True,
+            the wait ends.
+        """
+        raise NotImplementedError
+
+    def next_reads(self, step: int) -> list[tuple[int, int]]:
+        """Returns the shard, and the batch in it, that each worker here reads."""
+        return [(worker, step) for worker in self._workers()]
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: WorkerState, read: ReadBatch, step: int
+    ) -> tuple[WorkerState, int, Metrics]:
+        """Trains one step: returns the state, the step that follows, and the metrics.
+
+        A process that is new, or was away, begins with the state of a peer.
+
+        Args:
+          state: state of the workers of this process, whose buffers are donated as in
+            `advance`.
+          read: function of a shard and of the number of a batch in it that returns the
+            batch of one worker, not stacked; the same whenever it is asked. Worker i
+            reads batch `step` of shard i, but where workers join and leave.
+          step: the step about to run.
+
+        Raises:
+          TypeError: if `read` is no function.
+          ValueError: if it returns batches of different shapes; and as `advance`.
+        """
+        if not callable(read):
+            raise TypeError(
+                "read must be a function (shard, number) -> batch of one worker, got "
+                f"{type(read).__name__}: pass lambda shard, number: data[shard, number]"
+                ", or call advance(state, batch, step) with a stacked batch"
+            )
+        batch = None if self._is_open else self._read(read, step)
+        state, at, _ = self.admit(state, batch, step)
+        if batch is None or at != step:
+            batch = self._read(read, at)
+        state, metrics = self.advance(state, batch, at)
+        return state, at + 1, metrics
+
+    def _read(self, read: ReadBatch, step: int) -> Any:
+        rows = [read(*one) for one in self.next_reads(step)]
+        shapes = [str(jax.tree.map(np.shape, row)) for row in rows]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                "read must return batches of the same shapes for all workers, got "
+                + " and ".join(sorted(set(shapes)))
+            )
+        return place(jax.tree.map(_stacked, *rows), self._mesh)
+
+
+class Peers(PeerStep):
     """The step of `Background` without collectives; a context manager.
 
     When its gradient is done, a worker mixes the models received so far, and waits at
@@ -49,8 +152,13 @@ class Peers(Beside):
 
     With a `Quorum` no weight stays with the own model: a round merges the contributions
     that have come, weighted by what they were trained on. A slow worker takes part in
-    the rounds of the others with fewer steps: before each step, continue at
-    `due(step)`. With `elastic` workers may join and leave.
+    the rounds of the others with fewer steps.
+
+    Before it sends anything, a process that finds peers ahead of it takes the model,
+    the optimizer's state and everything else except the random key of one of them, and
+    continues at its step: one that is new or was started again, if its patience is
+    finite and the plan may miss messages. With `elastic` workers may join and leave,
+    and a process that was frozen, cut off, or without its quorum, does the same.
 
     Args:
       local: as in `Background`.
@@ -68,8 +176,8 @@ class Peers(Beside):
       record: as in `Background`, for "compute" and "wait".
       used: function called with the models that each worker has mixed; a round has the
         step at which it begins, and `group` is the number of the fragment.
-      read: function called with the batches that each worker has trained on, where
-        these are those of `next_reads`.
+      batches_read: with `elastic`, function called with the batches that each worker
+        has trained on.
 
     Raises:
       TypeError: if `plan` is neither topology nor rounds, or `party` no
@@ -91,9 +199,10 @@ class Peers(Beside):
       >>> local = local_update(loss_fn, optax.adam(0.1))
       >>> party = gossip.PeerProcess(gossip.Folder("peers"), [0], worker_mesh(1))
       >>> with gossip.Peers(local, methods.diloco(1, num_steps=5), party) as train_step:
-      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
-      ...     for t in range(10):
-      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
+      ...     state, t = train_step.init(jnp.zeros(3), jax.random.key(0)), 0
+      ...     while t < 10:
+      ...         read = lambda shard, number: jnp.ones(3)
+      ...         state, t, metrics = train_step(state, read, t)
     """
 
     def __init__(
@@ -107,7 +216,7 @@ class Peers(Beside):
         elastic: Elastic | None = None,
         record: Record | None = None,
         used: Callable[[MergeRecord], None] | None = None,
-        read: Callable[[Read], None] | None = None,
+        batches_read: Callable[[Read], None] | None = None,
     ):
         check_beside(plan)
         if not isinstance(merge, Quorum) and merge not in WAYS:
@@ -115,7 +224,7 @@ class Peers(Beside):
             raise ValueError(f"merge must be one of {names} or a Quorum, got {merge!r}")
         if isinstance(plan, Topology) and not isinstance(merge, Quorum):
             how = plan, patience, used, WAYS[merge]
-            port = PeerPort(party, *how, elastic=elastic, read=read)
+            port = PeerPort(party, *how, elastic=elastic, batches_read=batches_read)
         elif merge == "swaps":
             raise ValueError(
                 "swaps exchange whole models in every step: pass a topology, got rounds"
@@ -123,9 +232,11 @@ class Peers(Beside):
         else:
             quorum = merge if isinstance(merge, Quorum) else None
             rounds = rounds_of(plan)
-            port = RoundPort(party, rounds, patience, used, quorum, elastic, read)
+            how = party, rounds, patience, used, quorum, elastic
+            port = RoundPort(*how, batches_read)
         super().__init__(local, plan, party.mesh, port, record)
-        self._peers, self._was_away = port, False
+        self._peers, self._is_away = port, True
+        self._lives: dict[int, int] = {}  # Of the peers that it has met.
 
     def _workers(self) -> Sequence[int]:
         return self._peers.party.workers
@@ -136,12 +247,10 @@ class Peers(Beside):
         return self._peers.links
 
     def alive(self) -> set[int]:
-        """Returns the workers of other processes that are alive."""
         return self.links.alive()
 
     @property
     def refused(self) -> dict[int, str]:
-        """Why a worker was refused, for each refused worker."""
         return dict(self.links.refused)
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
@@ -150,20 +259,66 @@ class Peers(Beside):
         self._peers.show(state, step)
         return super().begin(state, batch, step)
 
-    def check_begins(self, state: WorkerState, batch: Any, step: int) -> None:
-        """Raises a ValueError for workers that begin again while others train on."""
-        self._open(self._rounds.pack(state), batch, step)
-        if step > 0:  # A state that was saved.
+    def admit(
+        self,
+        state: WorkerState,
+        batch: Any,
+        step: int,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> Admitted:
+        found, is_first = Admitted(state, step), not self._is_open
+        if is_first:
+            is_elastic = self._peers.elastic is not None
+            self._open(self._rounds.pack(state), batch, -1 if is_elastic else step)
+            self._check_begins(step, ended)
+        while True:
+            if self._must_look(step):
+                found = self._joined(state, batch if is_first else None, step, ended)
+            if ended() or self._has_quorum():
+                break
+            self._is_away = True  # The others may train without this process.
+            time.sleep(QUORUM_SECONDS)
+        self.links.met = self.alive()
+        due = self._peers.due(found.step) if found.how != "joined" else found.step
+        if due > found.step:
+            self.skip_to(due)
+            found = found._replace(step=due, how="behind")
+        if self._peers.elastic is not None:
+            self.links.at(found.step)
+        return found
+
+    def _check_begins(self, step: int, ended: Callable[[], bool]) -> None:
+        """Raises a ValueError for workers that begin again and cannot join."""
+        if step > 0 or self._peers.may_join:
             return
-        ahead = self.links.returns_to(self._peers.sources, step + MOST_BEHIND)
-        if ahead:
+        if ahead := self.links.find_ahead(step + MOST_BEHIND, 0, ended):
             raise ValueError(
                 f"workers {sorted(self._peers.party.workers)} begin again at step "
                 f"{step} while workers {sorted(ahead)} train on, and an untrained "
                 "model would enter their averages: resume from a saved state and its "
-                "step, end the others and start all of them again, or use local_update "
-                "and gossip.Peers, whose join takes the state of a peer"
+                "step, end the others and start all of them again, or give a finite "
+                "patience and a plan that may miss messages, to join them"
             )
+
+    def _must_look(self, step: int) -> bool:
+        """Whether peers may have a state that this process must take."""
+        lives = {peer: self.links.life_of(peer) for peer in self.alive()}
+        new = {j for j, life in lives.items() if self._lives.get(j) != life}
+        self._lives |= lives
+        was_silent = self._peers.elastic is not None and self.links.was_silent()
+        is_away = self._is_away or was_silent
+        self._is_away = False
+        # One that trains alone, as it did not find the others in time.
+        is_lone = bool(new & self.links.ahead(step + MOST_BEHIND))
+        return self._peers.may_join and (is_away or is_lone)
+
+    def _has_quorum(self) -> bool:
+        elastic = self._peers.elastic
+        if elastic is None:
+            return True
+        # A process that has finished counts, so that the last ones can finish too.
+        there = {*self.alive(), *self._peers.party.workers, *self.links.left}
+        return len(there) >= elastic.quorum
 
     def next_reads(self, step: int) -> list[tuple[int, int]]:
         """Returns the shard and the batch that each worker here reads in a step.
@@ -179,7 +334,7 @@ class Peers(Beside):
 
     @property
     def joined_from(self) -> list[int]:
-        """The peers whose states the workers here have taken last, in `join`."""
+        """The peers whose states the workers here have taken last."""
         return [self._peers.joined_from[i] for i in self._peers.party.workers]
 
     @property
@@ -196,29 +351,6 @@ class Peers(Beside):
         if self._peers.ledger is not None:
             self._peers.ledger.merge(positions)
 
-    def has_quorum(self) -> bool:
-        """Whether the quorum of live workers is met.
-
-        If not, do not take a step, and ask again soon: the others may train without
-        this process. True before the first step, and without `elastic`.
-        """
-        elastic = self._peers.elastic
-        if elastic is None or not self._is_open:
-            return True
-        there = {*self._peers.living(), *self.links.left}
-        is_there = len(there) >= elastic.quorum
-        self._was_away |= not is_there
-        return is_there
-
-    def was_away(self) -> bool:
-        """Whether the others continued without this process since the last call.
-
-        It was frozen and declared lost, or had no quorum. Then `join` takes it to where
-        they are.
-        """
-        found, self._was_away = self._was_away, False
-        return (self._is_open and self.links.was_silent()) or found
-
     def apart(self) -> float | None:
         """Returns the distance of models, as last measured by this process.
 
@@ -232,68 +364,48 @@ class Peers(Beside):
         squares = sum(np.mean([_squared(x) for x in one]) for one in groups)
         return math.sqrt(squares / len(self._peers.party.workers))
 
-    def join(
+    def _joined(
         self,
         state: WorkerState,
         batch: Any,
-        seconds: float = 60.0,
-        after: int = -1,
-        alone: float = 10.0,
-    ) -> tuple[WorkerState, int | None]:
-        """Returns the state of a peer, to start from.
+        step: int,
+        ended: Callable[[], bool],
+    ) -> Admitted:
+        """The state and the step of a peer that is ahead, once it has sent them.
 
-        For a worker that joins, or returns to, others that are training. It takes the
-        model, the optimizer's state and everything else except the random key.
-
-        Args:
-          state: state of the workers of this process, as for a step.
-          batch: batch of any step, for its shapes.
-          seconds: longest time to wait for a peer's state.
-          after: step that a peer must be past.
-          alone: longest time to wait if no peer is alive.
-
-        Returns:
-          The state, and the step to continue with; None if no peer is past `after`, or
-          none has answered.
+        Waits as long as one is: a model from before would move that of all others.
         """
-        own, state = state, self._rounds.pack(state)
-        self._open(state, batch, -1)
-        # Otherwise the others would be far ahead by then.
-        self._compile(state, batch)
-        messages, now = [], time.monotonic()
-        for worker in self._peers.party.workers:
-            message = self._peers.whole(worker, after, now + seconds, now + alone)
+        peers, elastic = self._peers, self._peers.elastic
+        alone = 0.0 if elastic is None else elastic.alone_seconds
+        after = step if elastic else step + MOST_BEHIND
+        packed, messages = self._rounds.pack(state), []
+        self.links.at(-1)  # It takes no part meanwhile.
+        if self.links.find_ahead(after, alone, ended) and batch is not None:
+            # Otherwise the others would be far ahead by then.
+            self._compile(packed, batch)
+        for worker in peers.party.workers:
+            message = peers.whole(worker, after, ended)
             if message is None:
-                return own, None
+                return Admitted(state, step, "alone")
             messages.append(message)
-        for worker in self._peers.party.workers:
-            if self._peers.ledger is not None:
-                self._peers.ledger.forget(worker)
-        leaves, structure = jax.tree.flatten(state._replace(key=()))
+        for worker in peers.party.workers:
+            if peers.ledger is not None:
+                peers.ledger.forget(worker)
+        leaves, structure = jax.tree.flatten(packed._replace(key=()))
         rows = [message.arrays for message in messages]
-        new = jax.tree.unflatten(structure, self._peers.states.stacked(leaves, rows))
-        new, step = new._replace(key=state.key), max(m.said.step for m in messages)
-        self._peers.forget(step)
+        new = jax.tree.unflatten(structure, peers.states.stacked(leaves, rows))
+        new, step = new._replace(key=packed.key), max(m.said.step for m in messages)
+        peers.forget(step)
         new = new if self._is_of_models else from_anchor(new)
-        return self._rounds.unpack(new), step
-
-    def due(self, step: int) -> int:
-        """Returns the step to continue with: `step`, or a later one of the schedule.
-
-        Where a quorum has already sent the next round, this worker is behind, and
-        continues at the next step in which a round begins or ends: its contribution has
-        fewer steps, and weighs less.
-
-        Args:
-          step: the step about to run.
-        """
-        if not self._is_open or step != self._next:
-            return step
-        self.skip_to(self._peers.due(step))
-        return self._next
+        return Admitted(self._rounds.unpack(new), step, "joined")
 
     def _trained(self, batch: Any) -> None:
         self._peers.trained(batch)
+
+
+def _stacked(*rows: Any) -> Any:
+    is_on_device = any(isinstance(row, jax.Array) for row in rows)
+    return (jnp if is_on_device else np).stack(rows)
 
 
 def _squared(distances: list[jax.Array]) -> float:

@@ -41,7 +41,7 @@ class RoundPort(PeerPort):
         used: Callable[[MergeRecord], None] | None,
         quorum: Quorum | None,
         elastic: Elastic | None,
-        read: Callable[[Read], None] | None,
+        batches_read: Callable[[Read], None] | None,
     ):
         self._schedule, self._needs_all = rounds.schedule, sends_changes(rounds)
         self._quorum = quorum
@@ -68,7 +68,7 @@ class RoundPort(PeerPort):
             elastic,
             0 if quorum is None else NUM_PARTS,
             len(rounds.schedule.fragments),
-            read,
+            batches_read,
         )
         check_whole(rounds, self.waits.longest)
         if quorum is not None and self.waits.longest == math.inf:
@@ -82,6 +82,10 @@ class RoundPort(PeerPort):
             check_symmetric(topology, "rounds that must miss no message")
         self._taken = -1
         self._awaited = 0  # The first round whose messages this process can expect.
+
+    @property
+    def may_join(self) -> bool:
+        return self.elastic is not None
 
     def trained(self, batch: Any) -> None:
         """Counts a step of each worker, and its tokens, for the weights of a quorum."""
@@ -102,7 +106,10 @@ class RoundPort(PeerPort):
                 way.forget(worker, first)
 
     def due(self, step: int) -> int:
-        """The step to continue with; see `Peers.due`."""
+        """The step to continue with: where a quorum has sent a round, that of the next.
+
+        A slow worker takes part in it with fewer steps, and weighs less.
+        """
         number = self._schedule.count(step)
         begins = self._schedule.step_of(number)
         if self._quorum is None or begins == step or not self._is_behind(number):

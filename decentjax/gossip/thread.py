@@ -162,6 +162,10 @@ class Beside(Closing):
         self._known, self._whole = other._known, other._whole
 
     def __call__(self, state: WorkerState, batch: Any, step: int) -> Step:
+        """Returns the new state and metrics, as `advance` does."""
+        return self.advance(state, batch, step)
+
+    def advance(self, state: WorkerState, batch: Any, step: int) -> Step:
         """Returns the new state and metrics.
 
         The state's buffers are donated, except those of its params, which live until

@@ -13,7 +13,7 @@ from decentjax.compression import Leaves
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
 from decentjax.gossip.merging import MergeRecord, Taken
-from decentjax.gossip.thread import Beside
+from decentjax.gossip.peers import MOST_BEHIND, Admitted, PeerStep
 from decentjax.gossip.thread_port import Record
 from decentjax.links import Links, PeerProcess, check_party
 from decentjax.process import phases
@@ -22,8 +22,10 @@ from decentjax.state import WorkerState
 from decentjax.topology import complete
 from decentjax.updates import Adapt
 
+JOIN_SECONDS = 10.0  # Wait for a mean of partners that are ahead.
 
-class Wagma(Beside):
+
+class Wagma(PeerStep):
     """A step with an average over a small group, which does not wait for late workers.
 
     In step t a worker averages with its group, see `Butterfly`; every `period` steps
@@ -63,9 +65,10 @@ class Wagma(Beside):
       >>> party = gossip.PeerProcess(gossip.Folder("peers"), [0], worker_mesh(1))
       >>> groups = gossip.Butterfly(num_workers=1, group_size=1, period=10)
       >>> with gossip.Wagma(local, groups, party) as train_step:
-      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
-      ...     for t in range(10):
-      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
+      ...     state, t = train_step.init(jnp.zeros(3), jax.random.key(0)), 0
+      ...     while t < 10:
+      ...         read = lambda shard, number: jnp.ones(3)
+      ...         state, t, metrics = train_step(state, read, t)
 
     Source: Li et al., WAGMA-SGD (2020), algorithm 2.
     """
@@ -95,36 +98,36 @@ class Wagma(Beside):
         return self._party.workers
 
     def alive(self) -> set[int]:
-        """Returns the workers of other processes that are alive."""
         return self._averaging.means.alive if self._is_open else set()
 
     @property
     def refused(self) -> dict[int, str]:
-        """Why a worker was refused, for each refused worker."""
         return self._averaging.means.refused if self._is_open else {}
 
-    def join(
+    def admit(
         self,
         state: WorkerState,
         batch: Any,
-        seconds: float = 10.0,
-        after: int = -1,
-        alone: float = 10.0,
-    ) -> tuple[WorkerState, int | None]:
-        """Returns the state with a mean of the partners' models, to start from.
+        step: int,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> Admitted:
+        """Returns the state and the step with which this process continues.
 
-        Like `Peers.join`, but keeps its own optimizer state and everything else.
+        If partners are ahead at its first call, it takes a mean of their models, and
+        keeps its own optimizer state and everything else.
         """
-        self._open(state, batch, -1)
+        if self._is_open:
+            return Admitted(state, step)
+        self._open(state, batch, step)
         leaves, structure = jax.tree.flatten(state.params)
-        own = self._averaging.rows(leaves)
-        step, found = self._averaging.means.ask(own, min(seconds, alone))
-        if len(found) < len(own) or step < after:
-            return state, None
-        rows = [found[worker] for worker in own]
+        own, after = self._averaging.rows(leaves), step + MOST_BEHIND
+        at, found = self._averaging.means.ask(own, after, JOIN_SECONDS, ended)
+        if len(found) < len(own) or at < step:
+            return Admitted(state, step, "alone")
         layout = self._averaging.layout
+        rows = [found[worker] for worker in own]
         params = jax.tree.unflatten(structure, layout.stacked(leaves, rows))
-        return state._replace(params=params), step + 1
+        return Admitted(state._replace(params=params), at + 1, "joined")
 
 
 class _GroupPort:

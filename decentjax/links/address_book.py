@@ -72,13 +72,6 @@ class Folder:
                 "choose another folder"
             ) from error
 
-    def written(self, worker: int) -> float | None:
-        """When the entry was written, in seconds; None if there is none."""
-        try:
-            return Path(self.path, f"worker-{worker}").stat().st_mtime
-        except OSError:
-            return None
-
     def read(self, worker: int) -> str | None:
         path = Path(self.path, f"worker-{worker}")
         try:

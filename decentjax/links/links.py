@@ -41,14 +41,14 @@ import hmac
 import math
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from decentjax._core.fingerprint import ADVICE
-from decentjax.links.address_book import Folder, address_in
+from decentjax.links.address_book import address_in
 from decentjax.links.channel import Channel, Piece, on_device
 from decentjax.links.edge import Edge, Message, Said
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
@@ -59,8 +59,7 @@ from decentjax.links.tunnel import contexts
 
 LOOK_UP_SECONDS = 0.2  # Between two lookups in the book.
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
-RETURN_SECONDS = 5.0  # Wait for answers of peers by a process that was there before.
-START_SECONDS = 60.0  # Within which the processes of a run start.
+MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
 ANSWER_SECONDS = 1.0  # Wait for an answer of another process with the same worker.
 # Layout in bytes of the number of earlier messages, and a `Said`.
 HEADER = ("count", "<i8"), ("step", "<i4"), ("number", "<i4")
@@ -77,6 +76,7 @@ class _Peer:
     line: Line | None = None
     floor: int = -1  # Its models up to this step are from before a silence.
     is_known: bool = False
+    has_ended: bool = False  # Whether it has answered, or an attempt to ask it failed.
     is_out: bool = False  # Lost, or refused: nothing waits for it.
     life: int = 0  # Identifies its process; 0 if none is known to be alive.
     guest: int = -1  # The worker under which that asks this process.
@@ -107,6 +107,7 @@ class Links:
 
     Attributes:
       bell: rings when a peer has sent a message.
+      met: the peers to which messages are sent, at first all.
 
     Raises:
       ValueError: if the port is in use, or a worker of this number is already running.
@@ -153,11 +154,10 @@ class Links:
         self._outbox = Outbox(self._transports, self._name, self._handshakes.announce)
         self._handshakes.hear = self._outbox.hear
         self._peers = {peer: _Peer() for peer in range(num_workers)}
+        self.met = set(self._peers)
         self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         self._entry = f"{self._handshakes.address} {self._life}"
         self._kept_at = self._asked_at = time.monotonic()
-        # Entries of an earlier process of the same workers.
-        self._before = list(filter(None, map(self._written, self._slices)))
         try:
             self._check_numbers()
             for worker in self._slices:
@@ -177,11 +177,11 @@ class Links:
     ) -> None:
         """Sends arrays to a peer, replacing untaken ones; returns at once.
 
-        Nothing is sent to an unknown peer. Do not donate the arrays before the next
-        ones of this channel are sent.
+        Nothing is sent to an unknown peer, or one that is not in `met`. Do not donate
+        the arrays before the next ones of this channel are sent.
         """
         life = self.life_of(peer)
-        if not life:
+        if not life or peer not in self.met:
             return
         device, joined = self._slices[worker][0], self._channels[channel].join(arrays)
 
@@ -274,7 +274,8 @@ class Links:
         """Waits until some peers have sent a message of a step, and then for the rest.
 
         Messages stay there, for `wait` or `take`. It does not wait for peers that have
-        died; if fewer than enough are alive, it waits no longer than for the rest.
+        died, or that wait for a state of this process; if fewer than enough are alive,
+        it waits no longer than for the rest.
 
         Args:
           worker: number of the worker that receives.
@@ -299,7 +300,7 @@ class Links:
             for peer in sorted(peers - found.keys()):
                 if self.has_sent(worker, peer, channel, step):
                     found[peer] = time.monotonic()
-                elif not self._peers[peer].is_out:
+                elif not self._peers[peer].is_out and peer not in self._asking():
                     left.append(peer)
             alive = sum(self._peers[peer].is_known for peer in left)
             if len(found) >= enough or len(found) + alive < enough:
@@ -307,6 +308,10 @@ class Links:
             if not left or time.monotonic() >= end:
                 return found
             self.bell.wait(heard, end)
+
+    def _asking(self) -> set[int]:
+        """The peers that have requested a whole state, and do not have it yet."""
+        return {peer for peer, _ in list(self._handshakes.joining)}
 
     def has_sent(self, worker: int, peer: int, channel: int, step: int) -> bool:
         """Whether a message of a step, or a later one, has arrived; asks for it."""
@@ -393,23 +398,28 @@ class Links:
                 return
             self.bell.wait(heard, deadline)
 
-    def returns_to(self, peers: Collection[int], step: int) -> set[int]:
-        """Returns the peers that are past a step, if these workers were there before.
+    def find_ahead(
+        self, step: int, alone: float, ended: Callable[[], bool]
+    ) -> set[int]:
+        """Returns the peers that are past a step, once all asked ones have answered.
 
-        By the entries of a folder: an earlier process of these workers wrote one at
-        about the time at which the peers wrote theirs, or later. An older one is of
-        another run.
+        Args:
+          step: the step.
+          alone: wait in seconds from when nobody answers.
+          ended: whether to return at once.
         """
-        if not self._before:
-            return set()
-        self.meet(peers, time.monotonic() + RETURN_SECONDS)
-        ahead = self.ahead(step) & set(peers)
-        theirs = [x for x in map(self._written, ahead) if x is not None]
-        is_recent = theirs and max(self._before) > min(theirs) - START_SECONDS
-        return ahead if is_recent else set()
-
-    def _written(self, worker: int) -> float | None:
-        return self._book.written(worker) if isinstance(self._book, Folder) else None
+        others, begin = self._peers.keys() - self._slices.keys(), time.monotonic()
+        quiet = begin
+        while others and not (ended() or self.ahead(step)):
+            heard, now = self.bell.count, time.monotonic()
+            met = begin + min(MEET_SECONDS, alone) if self.alive() else math.inf
+            asked = (self._peers[j] for j in others)
+            if any(one.answer and not one.has_ended for one in asked):
+                quiet = now
+            elif now >= min(met, quiet + alone):
+                break
+            self.bell.wait(heard)
+        return self.ahead(step)
 
     def life_of(self, peer: int) -> int:
         """Returns a number that changes with the peer's process.
@@ -541,7 +551,7 @@ class Links:
     def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
         """Processes a received answer."""
         known = self._peers[peer]
-        known.answer = None
+        known.answer, known.has_ended = None, True
         try:
             life, known.guest, known.link, known.line = answer.result()
         except RefusedError as why:

@@ -88,15 +88,14 @@ def trained(train_step, n, mesh=None):
 
 def trained_by_peers(plan, n, folder, **options):
     """The params of all workers after the last step, each in a thread of its own."""
-    done = threading.Barrier(n)
+    done, rows = threading.Barrier(n), batches(n)
 
     def work(worker):
         party = party_of(folder, [worker])
         with gossip.Peers(LOCAL, plan, party, **options) as train_step:
-            state = train_step.init(PARAMS, jax.random.key(0))
-            for t, row in enumerate(batches(n)):
-                batch = place(row[worker : worker + 1], party.mesh)
-                state, _ = train_step(state, batch, t)
+            state, t = train_step.init(PARAMS, jax.random.key(0)), 0
+            while t < len(rows):
+                state, t, _ = train_step(state, lambda shard, i: rows[i][shard], t)
             params = jax.device_get(state.params)
             done.wait(LONG)  # Peers may still pull what this one has left.
             return params

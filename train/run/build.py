@@ -144,8 +144,7 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
-PeerStep = gossip.Peers | gossip.Wagma
-LoopStep = InStep | Beside | PeerStep
+LoopStep = InStep | Beside | gossip.PeerStep
 
 
 def build_steps(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from decentjax import WorkerState
+from decentjax import WorkerState, gossip
 from decentjax.process import phases
 from train.cli.config_json import sources
 from train.config import Config
@@ -98,6 +98,8 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
     train_step, observer, check = parts.train_step, parts.observer, parts.check
+    is_peer = isinstance(train_step, gossip.PeerStep)
+    advance = train_step.advance if is_peer else train_step
     checkpoints, stop = parts.checkpoints, parts.stop
     step, state = begin.step, begin.state
     try:
@@ -124,7 +126,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             parts.late(step)
             parts.profile(step, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, metrics = train_step(state, arrays, step)
+                state, metrics = advance(state, arrays, step)
             step += 1
             if config.on_step is not None:
                 phases.note("in on_step")

@@ -14,7 +14,6 @@ from decentjax.topology import matrices
 from train.cli.tables import say_workers
 from train.config import Config
 from train.job.peer_place import peer_place
-from train.run.build import PeerStep
 from train.run.used_record import UsedRecord
 from train.store.log import Log, warn
 
@@ -55,7 +54,7 @@ class Watch:
         self,
         folder: Path,
         start: int,
-        peers: PeerStep,
+        peers: gossip.PeerStep,
         renew: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Records what is used; rows of steps to be redone are dropped.
@@ -127,7 +126,7 @@ class Watch:
     def _mean_moved(self, alive: set[int]) -> float | None:
         """How far workers that joined or left move the mean of all models, if known."""
         before, peers = self._alive, self._peers
-        apart = peers.apart() if not isinstance(peers, gossip.Wagma) else None
+        apart = peers.apart() if isinstance(peers, gossip.Peers) else None
         if before is None or apart is None:
             return None
         count = len(self._workers) + len(before)

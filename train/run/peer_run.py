@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import Rounds, WorkerState, gossip
+from decentjax import WorkerState, gossip
 from decentjax.process import phases
 from decentjax.process.address import is_loopback, split_address, to_address
 from decentjax.topology import default_group_size
@@ -35,7 +35,6 @@ from train.data.shard_feed import ShardFeed
 from train.job.peer_place import address_of, peer_place
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
-from train.run.build import PeerStep
 from train.run.method import build_method
 from train.run.nonfinite import WatchState
 from train.run.resume import Begin, trained_by
@@ -46,10 +45,8 @@ from train.store.folder import MADE_AGAIN, check_links, process_folders, writing
 from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task
 
-STATE_SECONDS = 60.0  # For a peer's state, where one is further.
 JOIN_SECONDS = 5.0  # Wait for any peer, before a process continues from its own model.
 START_SECONDS = 2.0  # The same for one that may well be the first.
-WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
 
@@ -117,7 +114,7 @@ def build_peers(
     used: Callable[[gossip.MergeRecord], None],
     record: gossip.Record | None = None,
     read: Callable[[gossip.Read], None] | None = None,
-) -> PeerStep:
+) -> gossip.PeerStep:
     """The step of a process that exchanges models with its peers.
 
     Args:
@@ -145,8 +142,9 @@ def build_peers(
     if config.is_elastic:
         assert isinstance(exchange, PeerExchange | QuorumExchange)
         build, silent = config.topology.build_for, exchange.silent_seconds
-        elastic = gossip.Elastic(functools.cache(build), _quorum(config), silent)
-        common |= {"elastic": elastic, "read": read}
+        alone = JOIN_SECONDS if has_begun(folder) else START_SECONDS
+        elastic = gossip.Elastic(functools.cache(build), _quorum(config), silent, alone)
+        common |= {"elastic": elastic, "batches_read": read}
     match exchange:
         case GroupExchange():
             order = "awc" if method.is_early else "atc"
@@ -228,66 +226,79 @@ def digest(config: Config) -> str:
 
 
 class Joiner(NamedTuple):
-    """Takes a process that was started again, or was away, to where its peers are.
+    """Takes a process of peers to where it continues: before each of its steps.
 
     Args:
       peers: the step.
       batches: its batches, which continue there too.
-      put: function that places a batch.
       last: latest step at which it can continue.
       log: log of this process.
       folder: folder of this process.
-      is_elastic: whether workers may come and go.
+      stop: what ends a wait.
     """
 
-    peers: PeerStep
+    peers: gossip.PeerStep
     batches: Feed | ShardFeed
-    put: Callable[[Any], Any]
     last: int
     log: Log
     folder: Path
-    is_elastic: bool
+    stop: Stop
 
-    def join(self, begin: Begin, is_late: bool = True) -> Begin:
-        """Returns where this process continues: at the step of its peers.
-
-        If none is alive, it continues from a peer's checkpoint, if that is further.
-        With rounds of all workers it continues from its own checkpoint, as they are
-        those of the others only if none is missed.
+    def begin(self, begin: Begin, batch: Any, may_be_late: bool) -> Begin:
+        """Returns where this process begins: its own state, or where its peers are.
 
         Args:
-          begin: its own checkpoint.
-          is_late: whether others must have gone on; else it may well be the first.
+          begin: its own checkpoint, or a new state.
+          batch: stacked batch of any step.
+          may_be_late: whether others may have continued without it.
         """
-        batches, log = self.batches, self.log
-        is_wagma = isinstance(self.peers, gossip.Wagma)
-        in_rounds = not is_wagma and isinstance(self.peers.plan, Rounds)
-        if in_rounds and not self.is_elastic:
-            log.say(f"goes on from its own step {begin.step}")
-            return begin
+        if not may_be_late:
+            return self._admitted(begin, batch, may_be_late)
+        log = self.log
+        log.note(begin.step, began=round(time.time(), 3))
         log.say("looks for peers that are further")
-        batch = self.put(next(batches).arrays)
-        alone = JOIN_SECONDS if is_late else START_SECONDS
-        others = STATE_SECONDS, begin.step, alone
-        with phases.phase(phases.WAITING):
-            state, step = self.peers.join(begin.state, batch, *others)
-        whose, is_a_peers = "a peer's model", step is not None
-        if step is None:
-            # Else a process absent at the end would keep a model that was never mixed.
-            whose = "the model that a peer has saved"
-            state, step = _saved_by_peers(self.folder, begin)
-        batches.set_step(begin.step)
-        if step is None:
+        found = self._admitted(begin, batch, may_be_late)
+        if found.state is begin.state:
             how = f"goes on from its own step {begin.step}" if begin.step else "begins"
             log.say(f"no peer is further: {how}")
-            return begin
+        log.forget(found.step)
+        return found
+
+    def admit(self, begin: Begin) -> Begin:
+        """Returns where this process continues before a step: mostly where it is."""
+        return self._admitted(begin, None, True)
+
+    def _admitted(self, begin: Begin, batch: Any, may_be_late: bool) -> Begin:
+        """The state and step with which the library, or a saved state, lets it go on.
+
+        If no peer is alive, that is a peer's checkpoint, if that is further.
+        """
+        with phases.phase(phases.WAITING):
+            given = begin.state, batch, begin.step
+            state, step, how = self.peers.admit(*given, self.stop.poll)
         step = min(step, self.last)
-        moved = distance(state.params, begin.state.params)
-        log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
+        match how:
+            case "own":
+                return begin
+            case "behind":
+                self.log.note(begin.step, skipped=step - begin.step)
+                return self._at(begin, step)
+            case "joined":
+                return self._taken(begin, state, step, "a peer's model")
+        saved = _saved_by_peers(self.folder, begin) if may_be_late else None
+        if saved is None:
+            return begin
+        # Else a process absent at the end would keep a model that was never mixed.
+        return self._taken(begin, *saved, "the model that a peer has saved")
+
+    def _taken(self, begin: Begin, state: WorkerState, step: int, whose: str) -> Begin:
+        step, moved = min(step, self.last), distance(state.params, begin.state.params)
+        where = f"at step {step}, {moved:.3g} from its own"
+        self.log.say(f"goes on with {whose} {where}")
         facts: dict[str, Any] = {}
-        if is_a_peers and isinstance(self.peers, gossip.Peers):
+        if whose == "a peer's model" and isinstance(self.peers, gossip.Peers):
             facts["joined_from"] = self.peers.joined_from
-        log.note(step, joined_after=begin.step, moved=moved, **facts)
+        self.log.note(step, joined_after=begin.step, moved=moved, **facts)
         return self._at(begin._replace(state=state), step)
 
     def _at(self, begin: Begin, step: int) -> Begin:
@@ -295,34 +306,11 @@ class Joiner(NamedTuple):
         self.batches.set_step(step)
         return begin._replace(step=step, state=at_step(begin.state, step))
 
-    def admit(self, stop: Stop, begin: Begin) -> Begin:
-        """Returns where an elastic process continues before a step: mostly where it is.
 
-        Without its quorum it waits. Where the others went on without it meanwhile, or
-        while it was frozen, it goes on where they are; where it is slow, at their next
-        round.
-        """
-        peers, log = self.peers, self.log
-        assert isinstance(peers, gossip.Peers)
-        if not peers.has_quorum():
-            log.say(f"step {begin.step}: waits for its quorum of workers")
-        with phases.phase(phases.WAITING):
-            while not (peers.has_quorum() or stop.poll()):
-                time.sleep(WAIT_SECONDS)
-        if not stop.stopped and peers.was_away():
-            log.say(f"step {begin.step}: was away, while others may have gone on")
-            return self.join(begin)
-        due = min(peers.due(begin.step), self.last)
-        if due > begin.step:
-            log.note(begin.step, skipped=due - begin.step)
-            return self._at(begin, due)
-        return begin
-
-
-def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int | None]:
+def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int] | None:
     """The newest state that another process has saved, with the own random key.
 
-    The own state and None where none is whole and further.
+    None if no other is whole and further.
     """
     others = [x for x in process_folders(folder.parent) if x != folder]
     saved = [one for x in others for one in find_checkpoints(x).steps.items()]
@@ -334,7 +322,7 @@ def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int | None
             warn(f"{path} {error}")
         else:
             return state._replace(key=begin.state.key), step
-    return begin.state, None
+    return None
 
 
 def distance(models: Any, others: Any) -> float:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -97,7 +96,9 @@ def start(
     config, folder = setup.config, setup.folder
     # Before anything is compiled: data that is missing, or does not fit, raises here.
     steps = build_steps(config, setup.task, setup.workers)
-    check_batch(steps[0], setup.task, config.step.batch_per_worker)
+    first = steps[0]
+    assert first is not None
+    check_batch(first, setup.task, config.step.batch_per_worker)
     check = build_check(setup.mesh, setup.first)
     is_late = setup.watch is not None and has_begun(folder)
     begin, record = _begin(setup, resume, new, check), None
@@ -115,7 +116,8 @@ def start(
     stack.enter_context(train_step)
     stop, take_in = Stop(), None
     if setup.watch is not None:
-        begin, take_in = _meet(setup, train_step, begin, batches, log, is_late, stop)
+        own = train_step, begin, first, batches, log, is_late, stop
+        begin, take_in = _meet(setup, *own)
         keep = keeper(config, folder)
         stack.enter_context(setup.watch.opened(folder, begin.step, train_step, keep))
     observer = Observer(setup, begin, means, log, record)
@@ -194,22 +196,21 @@ def _meet(
     setup: Setup,
     train_step: Any,
     begin: Begin,
+    batch: Batch,
     batches: Feed | ShardFeed,
     log: Log | None,
     is_late: bool,
     stop: Stop,
-) -> tuple[Begin, Callable[[Begin], Begin] | None]:
+) -> tuple[Begin, Callable[[Begin], Begin]]:
     """Where a process of peers begins, and what may move it on before a step."""
     assert log is not None
-    is_elastic, last = setup.config.is_elastic, setup.config.num_steps - 1
-    own = setup.put, last, log, setup.folder, is_elastic
-    joiner = Joiner(train_step, batches, *own)
-    # Of an elastic run any process may be the newcomer.
-    if (is_late or is_elastic) and begin.step <= last:
-        log.note(begin.step, began=round(time.time(), 3))
-        begin = joiner.join(begin, is_late)
-        log.forget(begin.step)
-    return begin, functools.partial(joiner.admit, stop) if is_elastic else None
+    last = setup.config.num_steps - 1
+    joiner = Joiner(train_step, batches, last, log, setup.folder, stop)
+    if begin.step <= last:
+        # Of an elastic run any process may be the newcomer.
+        may_be_late = is_late or setup.config.is_elastic
+        begin = joiner.begin(begin, setup.put(batch.arrays), may_be_late)
+    return begin, joiner.admit
 
 
 def _open_log(

@@ -81,7 +81,7 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
             peers = gossip.Peers(local, plan, party, patience=60.0)
         with peers:
             for step in range(4):
-                state, _ = peers(state, batch, step)
+                state, _ = peers.advance(state, batch, step)
         return "trained"
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -109,7 +109,7 @@ def run(folder, way, kinds):
         with STEPS_OF[way](party) as train_step:
             for step in range(STEPS):
                 batch = batch_of(worker, step, party.mesh)
-                state, _ = train_step(state, batch, step)
+                state, _ = train_step.advance(state, batch, step)
             done.wait(LONG)
         return state
 
@@ -185,13 +185,13 @@ def test_a_slice_that_joins_has_the_state_of_a_peer(tmp_path):
     with training(*one(0)) as seen:
         peers, state, batch = one(1)
         with peers:
-            joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
+            joined, step, _ = peers.admit(state, batch, 0)
             new, end = jax.tree.map(jnp.copy, joined), time.monotonic() + LONG
             for t in itertools.count(step):
                 # The first messages may be of the very step that it took over.
                 if peers.apart() or time.monotonic() > end:
                     break
-                new, _ = peers(new, batch, t)
+                new, _ = peers.advance(new, batch, t)
     wanted = seen[step]
     got = joined._replace(key=())
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), wanted)

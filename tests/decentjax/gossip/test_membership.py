@@ -117,14 +117,14 @@ def test_the_dead_leave_the_graph_and_new_workers_enter_it(start):
     # The ring is closed again over the two.
     step, *_ = first.until(lambda line: line[3] == {2} == line[4])
     third.until(lambda line: line[3] == {0} == line[4])
-    fourth = start(3, JOIN="1")
+    fourth = start(3)
     begun, _, mean, _, _ = fourth.line()
     assert begun >= step
     # Of a model of its own, from zero, it would be 0.06 after a step.
     assert mean > 0.2
     for process, others in ((first, {2, 3}), (third, {0, 3}), (fourth, {0, 2})):
         process.until(lambda line, others=others: line[3] == others == line[4])
-    again = start(1, JOIN="1")
+    again = start(1)
     assert again.line()[0] >= begun
     first.sees(1, 2, 3)
 
@@ -133,7 +133,7 @@ def test_the_dead_leave_the_graph_and_new_workers_enter_it(start):
 def test_who_was_frozen_goes_on_where_the_others_are(start):
     first, *_ = [start(number, count=3) for number in range(2)]
     first.line(20)
-    third = start(2, count=3, JOIN="1")  # So that it is not far ahead of them.
+    third = start(2, count=3)  # So that it is not far ahead of them.
     seen, *_ = third.sees(0, 1)
     first.sees(1, 2)
     third.popen.send_signal(signal.SIGSTOP)
@@ -157,7 +157,7 @@ def test_without_its_quorum_a_process_waits(start):
     for process in (second, third):
         process.popen.kill()
         process.popen.wait()
-    killed, again = time.monotonic(), start(1, count=3, quorum=2, JOIN="1")
+    killed, again = time.monotonic(), start(1, count=3, quorum=2)
     _, came, *_ = again.sees(0)
     lines = itertools.takewhile(lambda line: line[1] < came, iter(first.line, None))
     times = [now for _, now, *_ in lines]
@@ -181,14 +181,12 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
 
     with training(*one(0)) as seen:
         peers, state, batch = one(1)
-        # On a busy machine it takes longer than `join` waits for a peer that is ahead.
         wait_until(lambda: len(seen) > 12)
         with peers:
-            joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
-            assert step is not None
+            joined, step, how = peers.admit(state, batch, 0)
+            assert how == "joined"
             assert step > 10
-            again, none = peers.join(joined, batch, LONG, after=10**9)
-            assert (again, none) == (joined, None)
+            assert peers.admit(joined, None, 10**9) == (joined, 10**9, "own")
     wanted = seen[step]
     got = joined._replace(key=())
     assert int(joined.opt_state[0].count[0]) == step
@@ -211,7 +209,7 @@ def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
         with Peers(local, topology.ring(2), party, **options) as peers:
             assert peers.apart() is None
             # Not step 0, before which all workers must have one model.
-            state, _ = peers(state, batch, 10)
+            state, _ = peers.advance(state, batch, 10)
             both_done.wait(LONG)
         return peers.apart(), float(state.params["scalar"][0])
 
@@ -282,7 +280,7 @@ def test_who_has_no_other_process_waits_for_none(tmp_path):
 
 @pytest.mark.slow
 def test_all_workers_of_a_process_share_the_time_to_join(pair, monkeypatch):
-    """Of peers who are ahead and leave nothing, as where all of them evaluate."""
+    """Of peers who are ahead and send nothing, as where all of them evaluate."""
     _, guest = pair
     asked = []
     monkeypatch.setattr(Links, "ahead", lambda *_: set(range(20)))
@@ -295,8 +293,7 @@ def test_all_workers_of_a_process_share_the_time_to_join(pair, monkeypatch):
     peers = Peers(LOCAL, topology.ring(22), party)
     peers._peers._links, peers._is_open = guest, True
     peers._compile = lambda *_: None
-    begin = time.monotonic()
-    assert peers.join(None, None, seconds=4) == (None, None)
-    # A peer is given at least three seconds: 20 of them, for each worker, were 120.
-    assert time.monotonic() - begin < 60
-    assert set(asked) == {20}
+    monkeypatch.setattr("decentjax.gossip.peer_port.JOIN_SECONDS", 0.01)
+    ended = lambda: len(asked) > 40  # noqa: E731
+    assert peers._peers.whole(20, 0, ended) is None
+    assert asked == [20] * 60  # Each of the 20 peers three times.

@@ -209,7 +209,7 @@ def test_a_leaf_without_elements_stops_no_round(codec, tmp_path):
     options = {"patience": math.inf, "used": used.append}
     with Peers(LOCAL, how, party, **options) as step:
         for t in range(4):
-            state, _ = step(state, batch, t)
+            state, _ = step.advance(state, batch, t)
     assert [(one.step, one.group) for one in used[::2]] == [
         (t, t % 2) for t in range(4)
     ]
@@ -241,7 +241,7 @@ def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
         state = init_state(params, OPTIMIZER, key, how, workers=[0])
         state, batch = place((state, np.ones(1, "f4")), party.mesh)
         with Peers(LOCAL, how, party, patience=math.inf) as step:
-            return step(state, batch, 0)
+            return step.advance(state, batch, 0)
 
     step(encoded(plan, int8()), "model")
     words = r"worker 0 has no message of the workers \[1\] in round 0"
@@ -266,7 +266,7 @@ def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
         }
         with Peers(LOCAL, how, party, **options) as it:
             for step in range(3):
-                state, _ = it(state, batch, step)
+                state, _ = it.advance(state, batch, step)
         return time.monotonic()
 
     ends = in_threads(work, 2)
@@ -289,7 +289,7 @@ def test_a_late_peer_of_a_round_is_not_awaited(codec, tmp_path):
     with Peers(LOCAL, how, party, used=used.append) as train_step:
         state = place(state, mesh)
         for t in range(4):
-            state, _ = train_step(state, place(np.float32([0.5]), mesh), t)
+            state, _ = train_step.advance(state, place(np.float32([0.5]), mesh), t)
         assert train_step.alive() == set()
         assert train_step.refused == {}
     for name, leaf in state.params.items():
@@ -367,12 +367,12 @@ def exchange_only(graph, book, way, num_steps):
             # Not from step 0, before which all workers must have one model.
             for step in range(1, num_steps):
                 time.sleep(draws.exponential(0.01))
-                state, _ = peers(state, batch, step)
+                state, _ = peers.advance(state, batch, step)
             # In step from here on, so that all that was open is completed.
             same.wait(LONG)
             peers._port.patience = 2.0
             for step in range(num_steps, num_steps + 6 * graph.period):
-                state, _ = peers(state, batch, step)
+                state, _ = peers.advance(state, batch, step)
                 same.wait(LONG)
             return float(state.params[0])
 
@@ -511,7 +511,7 @@ def test_a_list_with_what_is_no_address_is_refused():
 def test_an_address_other_than_that_of_the_list_is_refused():
     party = party_of(gossip.Addresses(["h:1", "h:2"]), [0])
     with pytest.raises(ValueError, match=r"worker 0 listens at .*, but the list says"):
-        Peers(LOCAL, topology.ring(2), party)(start(2, 0), jnp.ones(1), 0)
+        Peers(LOCAL, topology.ring(2), party).advance(start(2, 0), jnp.ones(1), 0)
 
 
 def two_links(folder):
@@ -700,12 +700,12 @@ def test_a_peer_of_another_config_is_refused_by_name(tmp_path):
         # Once it is refused the other is not awaited.
         peers = Peers(LOCAL, graph, party, patience=0.0 if found else 2.0)
         state = start(2, worker)
-        state, _ = peers(state, jnp.ones(1), 0)
+        state, _ = peers.advance(state, jnp.ones(1), 0)
         found.append((peers, state))
     peers, state = found[0]
     end = time.monotonic() + LONG
     while not peers.links.refused and time.monotonic() < end:
-        state, _ = peers(state, jnp.ones(1), 1)
+        state, _ = peers.advance(state, jnp.ones(1), 1)
     assert "its config or its model differs" in peers.links.refused[1]
     assert not peers.links.alive()
 
@@ -716,9 +716,9 @@ def test_a_number_is_one_workers(tmp_path):
     with first:
         state = start(2, 0)
         for step, other in enumerate((second, third)):
-            state, _ = first(state, jnp.ones(1), step)
+            state, _ = first.advance(state, jnp.ones(1), step)
             with pytest.raises(ValueError, match="worker 0 is already running at"):
-                other(start(2, 0), jnp.ones(1), 0)
+                other.advance(start(2, 0), jnp.ones(1), 0)
 
 
 def test_only_floats_are_mixed(tmp_path):
@@ -743,7 +743,7 @@ def test_only_floats_are_mixed(tmp_path):
         params={**state.params, "count": own["count"], "narrow": narrow}
     )
     with Peers(local, topology.hypercube(2), party, patience=math.inf) as peers:
-        state, _ = peers(place(state, mesh), place(jnp.zeros(2), mesh), 0)
+        state, _ = peers.advance(place(state, mesh), place(jnp.zeros(2), mesh), 0)
     np.testing.assert_array_equal(state.params["count"], [3, 8])
     assert state.params["empty"].shape == (2, 0, 2)
     np.testing.assert_array_equal(state.params["narrow"].astype("float32"), 0.5)
@@ -793,7 +793,7 @@ def test_an_address_that_is_not_free_is_refused(bind, words, tmp_path):
         party = party_of(tmp_path, [0], bind=bind)
         peers = Peers(LOCAL, topology.ring(2), party)
         with pytest.raises(ValueError, match=words):
-            peers(start(2, 0), jnp.ones(1), 0)
+            peers.advance(start(2, 0), jnp.ones(1), 0)
 
 
 # What C's exit does comes after the end of Python: it says so, and takes its time.

@@ -78,10 +78,15 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
         given = {"patience": LONG, "used": used.append, "merge": quorum, **options}
         with Peers(LOCAL, how, party, **given) as step:
             t = 0
-            while (t := step.due(t) if skips else t) < num_steps:
+            while t < num_steps:
+                batch = place(rows[t % STEPS, worker][None], party.mesh)
+                if skips:
+                    state, t, _ = step.admit(state, batch, t)
+                if t >= num_steps:
+                    break
                 time.sleep(delays(worker, t))
                 batch = place(rows[t % STEPS, worker][None], party.mesh)
-                state, _ = step(state, batch, t)
+                state, _ = step.advance(state, batch, t)
                 t += 1
                 found[t] = jax.device_get(state.params)
             done.wait(LONG)  # Peers may still pull what this one has left.
@@ -530,7 +535,7 @@ def attacked(folder, attack, quorum, num_workers=8, num_steps=60):
                         publish(i, peer, channel, attack(arrays, draw), said)
 
                     step.links.publish = send
-                state, _ = step(state, batch, t)
+                state, _ = step.advance(state, batch, t)
             done.wait(LONG)
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
 

@@ -212,7 +212,7 @@ def test_who_is_done_stays_until_its_partners_are(tmp_path):
     )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         steps = [
-            pool.submit(one, start_of_four(2, i), jnp.ones(1), 0)
+            pool.submit(one.advance, start_of_four(2, i), jnp.ones(1), 0)
             for i, one in enumerate((first, second))
         ]
         for step in steps:
