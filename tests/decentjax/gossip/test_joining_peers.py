@@ -155,7 +155,7 @@ def test_who_is_asked_in_time_is_waited_for(tmp_path, monkeypatch):
 def test_a_round_does_not_wait_for_who_waits_for_its_state(
     was_member, tmp_path, monkeypatch
 ):
-    """Neither for a newcomer nor for a member that was away: both would wait forever."""
+    """Neither for a newcomer nor for a member that was away, or both wait forever."""
     if was_member:
         everybody = lambda self: sorted({*self.links.alive(), *self.party.workers})  # noqa: E731
         monkeypatch.setattr(PeerPort, "living", everybody)
@@ -184,7 +184,7 @@ def test_a_round_does_not_wait_for_who_waits_for_its_state(
             ready.set()
             while not step_of[0].alive():
                 time.sleep(0.01)
-        if step == 5:  # In which a round ends.
+        if step == 7:  # In which a round ends.
             book.is_open = True
             assert asks.wait(LONG)
         return read(shard, number)
