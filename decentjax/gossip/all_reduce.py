@@ -103,5 +103,5 @@ class AllReduce(Closing):
     def settle(self) -> None:
         """Returns at once: nothing is in flight between steps."""
 
-    def _end(self, seconds: float) -> None:
-        del seconds
+    def close(self, seconds: float = 0.0) -> None:
+        """Returns at once, too."""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
 from decentjax.compression import Leaves
-from decentjax.gossip.engine import Closing
+from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
@@ -203,7 +203,8 @@ class Beside(Closing):
         if self._steps is not None:
             self._steps.last = step - 1
 
-    def _end(self, seconds: float) -> None:
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Closes the port, which waits at most this long for messages in flight."""
         self._port.close(seconds)
 
     def _open(self, state: WorkerState, batch: Any, step: int) -> None:

@@ -139,7 +139,7 @@ class Carrier:
 
     def close(self, seconds: float) -> None:
         """Releases the thread, and waits at most this long for its calls."""
-        self._engine._end(seconds)
+        self._engine.close(seconds)
 
     def _lower(self, params: Any) -> list[Mixes]:
         first, *others = self._exchange_lanes
