@@ -14,9 +14,11 @@ from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
 from decentjax.gossip.peers import Peers
 from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
+from decentjax.gossip.thread import Beside, Port
 from decentjax.gossip.thread_port import Record, host_mesh
 from decentjax.gossip.wagma import Wagma, averages
 from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
+from decentjax.plan import mixing_matrix
 
 __all__ = [
     "Addresses",
@@ -24,6 +26,7 @@ __all__ = [
     "Arrived",
     "AutoPatience",
     "Background",
+    "Beside",
     "Book",
     "Butterfly",
     "Elastic",
@@ -34,6 +37,7 @@ __all__ = [
     "MergeRecord",
     "PeerProcess",
     "Peers",
+    "Port",
     "Quorum",
     "Read",
     "Record",
@@ -47,6 +51,7 @@ __all__ = [
     "count_examples",
     "fastest_mixes",
     "host_mesh",
+    "mixing_matrix",
     "replay",
 ]
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.gossip.thread_port import Carrier, Record
 from decentjax.mixing import Lowering
-from decentjax.plan import Plan, rounds_of
+from decentjax.plan import Plan
 from decentjax.updates import Adapt
 
 
@@ -81,7 +81,6 @@ class Background(Beside):
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
-        check_beside(plan)
         options = message_dtype, lowering, exchange_mesh, record
-        port = Carrier(rounds_of(plan), mesh, *options)
+        port = Carrier(check_beside(plan), mesh, *options)
         super().__init__(local, plan, mesh, port, record)

@@ -22,7 +22,7 @@ from decentjax.gossip.round_port import (
     from_anchor,
     of_permutations,
 )
-from decentjax.gossip.thread import Beside
+from decentjax.gossip.thread import Beside, Port
 from decentjax.gossip.wagma import group_rounds
 from decentjax.links import Message, Said
 from decentjax.loss import Metrics
@@ -311,7 +311,7 @@ class _Weigh:
         return self._coming[peer]
 
 
-class _Recorded:
+class _Recorded(Port):
     """The port of a worker that takes its peers' models from the record."""
 
     def __init__(
@@ -336,11 +336,6 @@ class _Recorded:
             assert isinstance(graph, Topology)
             self._average = functools.partial(WAYS[way].combine, graph)
 
-    def open(
-        self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
-    ) -> None:
-        """Returns at once."""
-
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
         layout = Layout(list(leaves.values()), worker_mesh(1))
         (own,) = layout.rows(list(leaves.values()))
@@ -348,12 +343,6 @@ class _Recorded:
         if self.weigh is not None:
             self.weigh.send(self.worker, group, own, step)
         return functools.partial(self._averaged, group, leaves, layout, step)
-
-    def settle(self) -> None:
-        """Returns at once."""
-
-    def close(self, seconds: float) -> None:
-        """Returns at once."""
 
     def _averaged(
         self, group: int, leaves: Leaves, layout: Layout, step: int

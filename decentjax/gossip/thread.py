@@ -1,14 +1,16 @@
 """The engine of this package: a step whose messages are sent beside it.
 
 The gradient is computed while messages are in flight. A port carries them: a second
-thread with collectives, peers, groups of peers, or the record of a run.
+thread with collectives, peers, groups of peers, the record of a run, or your own.
 """
 
+import abc
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,13 @@ from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.thread_port import Record, ignore
 from decentjax.loss import Metrics
-from decentjax.placement import local_workers, over_workers, place
+from decentjax.placement import (
+    axis_of,
+    check_mesh,
+    local_workers,
+    over_workers,
+    place,
+)
 from decentjax.plan import (
     GradientMean,
     Plan,
@@ -49,61 +57,105 @@ Arrival = Callable[[], Leaves]
 Step = tuple[WorkerState, Metrics]
 
 
+@runtime_checkable
 class Port(Protocol):
-    """Transport of leaves between workers.
+    """Transport of leaves between workers, which carries the exchanges of `Beside`.
+
+    A subclass needs `carry` alone. The thread of the train step makes all calls: `open`
+    once, then `carry` for each group of leaves that a step sends, in the same order in
+    all processes, and `close` at the end or after an error. An error of the port, in a
+    call or an arrival, is raised unchanged by the step.
 
     Attributes:
       takes_groups: whether a new model is sent group by group, each as soon as it is
         computed, rather than as a whole.
-      phase: what a process does, for its watch, while it waits for messages.
+      phase: what a process does while it waits for messages, for the watch of a job:
+        by default it may take as long as it needs, "exchanging" has a deadline.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import gossip, local_update, topology, worker_mesh
+      >>> class Nobody(gossip.Port):
+      ...     def carry(self, group, leaves, step):  # The only worker keeps its model.
+      ...         return lambda: leaves
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
+      >>> plan, mesh = topology.ring(1), worker_mesh(1)
+      >>> with gossip.Beside(local, plan, mesh, Nobody()) as train_step:
+      ...     state = train_step.init(jnp.zeros(3), jax.random.key(0))
+      ...     state, metrics = train_step(state, jnp.ones((1, 3)), 0)
     """
 
-    takes_groups: bool
-    phase: str
+    takes_groups: bool = True
+    phase: str = phases.WAITING
 
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
     ) -> None:
-        """Prepares for leaves like those of a state; called before the first exchange.
+        """Prepares for leaves like those of a state, before the first exchange.
 
         Args:
-          state: stacked state.
-          groups: numbers of the leaves of each group.
+          state: stacked state of the workers of this process.
+          groups: numbers of the leaves of each group, as in `jax.tree.leaves(params)`;
+            over rounds that do not average whole models in every step a group is a
+            fragment.
           step: the step about to run.
         """
 
+    @abc.abstractmethod
     def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
-        """Sends stacked leaves, or pairs of leaf and message.
+        """Sends leaves; returns at once a function that waits for their averages.
+
+        Over a topology the groups of a step are sent during the step before it.
 
         Args:
           group: number of the group.
-          leaves: its leaves, by number.
-          step: step of this exchange, or at which the round begins.
+          leaves: its leaves by number, [n, ...] with a row for each worker of this
+            process, on its mesh. They may still be computing, and are never donated
+            before `settle`. Over rounds with a compression each is a pair of the leaf
+            and its encoded message: a port that only takes leaves refuses such rounds
+            before the first step.
+          step: number of the step whose exchange this is, or in which the round begins;
+            its weights are `mixing_matrix(plan, step)`.
+
+        Returns:
+          A function of no arguments, called once by the same thread, in the order of
+          the calls of `carry`. It returns averages of the same shapes, dtypes and
+          shardings by number, and leaves that are no floats as they are. If a caller
+          goes back to another state, it is never called, and the same step may be sent
+          again with other leaves.
         """
-        ...
 
     def settle(self) -> None:
-        """Waits for exchanges that could interfere with other programs."""
+        """Waits until no exchange reads its leaves, or hinders other programs."""
 
     def close(self, seconds: float) -> None:
-        """Closes the port, and waits at most this long."""
+        """Closes the port, and waits at most this long for messages in flight."""
 
 
 class Beside(Closing):
-    """A step of rounds whose exchanges a port carries; a context manager.
+    """A train step whose exchanges a port carries; a context manager.
 
-    Rounds of whole models in every step are sent group by group: each group of leaves
-    is updated as soon as its averages have arrived, and sent at once.
+    Models that are averaged in every step are sent group by group: each group of leaves
+    is updated as soon as its averages have arrived, and sent at once. `Background` and
+    `Peers` are this step with ports of their own.
 
     Args:
       local: the local update, as `local_update` returns it.
-      plan: the plan, as `check_beside` admits it.
-      mesh: mesh of the workers in the stacked arrays.
+      plan: topology or rounds.
+      mesh: mesh of the workers in the stacked arrays: those of this process.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
+      workers: numbers of the workers of the mesh, if these are not all of the plan's.
 
     Attributes:
       plan: the plan.
+
+    Raises:
+      TypeError: if the plan is neither topology nor rounds, or the port is none.
+      ValueError: if the compression of the rounds has shards, or the mesh has a
+        different number of workers.
     """
 
     def __init__(
@@ -113,10 +165,11 @@ class Beside(Closing):
         mesh: Mesh,
         port: Port,
         record: Record | None = None,
+        workers: Sequence[int] | None = None,
     ):
+        rounds = check_beside(plan)
         warn_of_plan(plan)
-        rounds = rounds_of(plan)
-
+        _check_port(port, mesh, workers)
         of_packed = rounds.adapt(local)
 
         def adapt(state: WorkerState, batch: Any, mixed: Any) -> Step:
@@ -124,7 +177,7 @@ class Beside(Closing):
             return jax.tree.map(strong, new), metrics
 
         self._local, self._adapt, self.plan = local, adapt, plan
-        self._rounds, self._mesh = rounds, mesh
+        self._rounds, self._mesh, self._numbers = rounds, mesh, workers
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1
         # Peers know messages by their step, whatever the period.
@@ -155,7 +208,13 @@ class Beside(Closing):
 
     def _workers(self) -> Sequence[int]:
         """The numbers of the workers of this process."""
-        return local_workers(self._mesh)
+        count = self._mesh.shape[axis_of(self._mesh)]
+        if self._numbers is None and count != self.plan.num_workers:
+            raise ValueError(
+                f"the mesh has {count} of the plan's {self.plan.num_workers} workers: "
+                "pass their numbers as workers"
+            )
+        return self._numbers or local_workers(self._mesh)
 
     def share(self, other: "Beside") -> None:
         """Reuses the compiled programs of a step of the same local update and mesh."""
@@ -292,11 +351,9 @@ class Beside(Closing):
         step: int,
     ) -> None:
         """Waits for averages, which arrive in the order in which leaves were sent."""
-        phases.note(self._port.phase, step)
-        start = time.monotonic()
-        while not mixed.keys() >= set(stage.part.awaits):
-            mixed.update(arriving.popleft()())
-        self._record("wait", step, start, time.monotonic())
+        with self._doing("wait", self._port.phase, step):
+            while not mixed.keys() >= set(stage.part.awaits):
+                mixed.update(arriving.popleft()())
 
     def _after(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """`x <- W (x + update(grad f(x)))`."""
@@ -376,41 +433,43 @@ class Beside(Closing):
         return state._replace(params=params, extra=extra)
 
     def _arrived(self, arrival: Arrival, step: int) -> Leaves:
-        phases.note(self._port.phase, step)
-        start = time.monotonic()
-        leaves = arrival()
-        self._record("wait", step, start, time.monotonic())
-        return leaves
+        with self._doing("wait", self._port.phase, step):
+            return arrival()
 
     def _computed(
         self, stages: Stages, state: WorkerState, batch: Any, step: int
     ) -> list[jax.Array]:
         """The part of the local update that awaits no message."""
-        phases.note("computing", step)
-        start = time.monotonic()
-        # Donates all but the params, which are still being sent.
-        values = stages.early(state.params, state[1:], batch)
-        # The record says when the computing was done, not when it was dispatched.
-        jax.block_until_ready(values)
-        self._record("compute", step, start, time.monotonic())
-        self._trained(batch)
-        return values
+        return self._run(stages.early, state, batch, step)
 
     def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
         """The whole local update."""
-        phases.note("computing", step)
-        start = time.monotonic()
-        new = jax.block_until_ready(self._whole(state.params, state[1:], batch))
-        self._record("compute", step, start, time.monotonic())
+        return self._run(self._whole, state, batch, step)
+
+    def _run(
+        self, compiled: Callable, state: WorkerState, batch: Any, step: int
+    ) -> Any:
+        with self._doing("compute", "computing", step):
+            # Donates all but the params, which are still being sent. The record says
+            # when the computing was done, not when it was dispatched.
+            new = jax.block_until_ready(compiled(state.params, state[1:], batch))
         self._trained(batch)
         return new
+
+    @contextlib.contextmanager
+    def _doing(self, activity: str, phase: str, step: int) -> Iterator[None]:
+        """Records an activity, unless it raises."""
+        phases.note(phase, step)
+        start = time.monotonic()
+        yield
+        self._record(activity, step, start, time.monotonic())
 
     def _trained(self, batch: Any) -> None:
         """Called once a step is computed, before its model is sent."""
 
 
-def check_beside(plan: Plan) -> None:
-    """Raises an error if a plan cannot be carried beside the step."""
+def check_beside(plan: Plan) -> Rounds:
+    """Returns a plan as rounds, or raises an error if no port can carry them."""
     check_plan(plan)
     if isinstance(plan, GradientMean):
         raise TypeError(
@@ -422,6 +481,22 @@ def check_beside(plan: Plan) -> None:
         raise ValueError(
             "beside the step messages of slices are not encoded: leave the "
             "compression's shards at None, or use on_mesh"
+        )
+    return rounds
+
+
+def _check_port(port: Port, mesh: Mesh, workers: Sequence[int] | None) -> None:
+    if isinstance(port, type) or not isinstance(port, Port):
+        raise TypeError(
+            "wanted a port, such as an instance of a subclass of gossip.Port, got "
+            f"{port!r}"
+        )
+    check_mesh(mesh)
+    count = mesh.shape[axis_of(mesh)]
+    if workers is not None and len(set(workers)) != count:
+        raise ValueError(
+            f"workers are the different numbers of the {count} workers of the mesh, "
+            f"got {workers}"
         )
 
 
@@ -445,13 +520,9 @@ def _programs(rounds: Rounds, mesh: Mesh) -> tuple[dict[Fragment, Any], ...]:
         return new.params, new.extra
 
     def compiled(function: Callable) -> dict[Fragment, Any]:
-        of_fragment = {
-            one: functools.partial(function, fragment=one)
-            for one in rounds.schedule.fragments
-        }
         return {
-            one: jax.jit(over_workers(of_one, mesh))
-            for one, of_one in of_fragment.items()
+            one: jax.jit(over_workers(functools.partial(function, fragment=one), mesh))
+            for one in rounds.schedule.fragments
         }
 
     return compiled(begin), compiled(end)

@@ -13,10 +13,9 @@ from decentjax.compression import Leaves
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
 from decentjax.gossip.merging import MergeRecord, Taken
-from decentjax.gossip.thread import Beside
+from decentjax.gossip.thread import Beside, Port
 from decentjax.gossip.thread_port import Record
 from decentjax.links import Links, PeerProcess, check_party
-from decentjax.process import phases
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 from decentjax.topology import complete
@@ -88,11 +87,8 @@ class Wagma(Beside):
             )
         rounds = group_rounds(groups, order)
         self._averaging = _GroupPort(groups, party, order, patience, used)
-        self._party = party
-        super().__init__(local, rounds, party.mesh, self._averaging, record)
-
-    def _workers(self) -> Sequence[int]:
-        return self._party.workers
+        mesh, own = party.mesh, party.workers
+        super().__init__(local, rounds, mesh, self._averaging, record, own)
 
     def alive(self) -> set[int]:
         """Returns the workers of other processes that are alive."""
@@ -127,10 +123,10 @@ class Wagma(Beside):
         return state._replace(params=params), step + 1
 
 
-class _GroupPort:
+class _GroupPort(Port):
     """The port of `Wagma`: averages are over whole models."""
 
-    takes_groups, phase = False, phases.WAITING
+    takes_groups = False
 
     def __init__(
         self,
@@ -185,9 +181,6 @@ class _GroupPort:
     def rows(self, leaves: Sequence[jax.Array]) -> dict[int, Rows]:
         """The leaves of each worker of this process."""
         return dict(zip(self._party.workers, self.layout.rows(leaves), strict=True))
-
-    def settle(self) -> None:
-        """Returns at once: exchanges cannot interfere with other programs."""
 
     def close(self, seconds: float) -> None:
         """Closes the means, and waits at most this long for partners that need them."""
