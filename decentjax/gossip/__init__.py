@@ -12,10 +12,11 @@ from decentjax.gossip.means import Butterfly
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
 from decentjax.gossip.peers import Peers
+from decentjax.gossip.port import Port, Record
 from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
-from decentjax.gossip.thread import Beside, Port
-from decentjax.gossip.thread_port import Record, host_mesh
+from decentjax.gossip.thread import Beside
+from decentjax.gossip.thread_port import host_mesh
 from decentjax.gossip.wagma import Wagma, averages
 from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
 from decentjax.plan import mixing_matrix

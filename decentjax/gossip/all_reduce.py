@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import common_keys
 from decentjax.gossip.engine import Closing
-from decentjax.gossip.thread_port import Record, ignore
+from decentjax.gossip.port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import (

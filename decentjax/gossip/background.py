@@ -16,8 +16,9 @@ the same order in all processes. `SharedEngine.submit` queues other functions th
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from decentjax.gossip.port import Record
 from decentjax.gossip.thread import Beside, check_beside
-from decentjax.gossip.thread_port import Carrier, Record
+from decentjax.gossip.thread_port import Carrier
 from decentjax.mixing import Lowering
 from decentjax.plan import Plan
 from decentjax.updates import Adapt

@@ -17,12 +17,13 @@ from decentjax.exchange import Topology
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
 from decentjax.gossip.merging import WAYS, MergeRecord, Models
+from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.round_port import (
     from_anchor,
     of_permutations,
 )
-from decentjax.gossip.thread import Beside, Port
+from decentjax.gossip.thread import Beside
 from decentjax.gossip.wagma import group_rounds
 from decentjax.links import Message, Said
 from decentjax.loss import Metrics
@@ -336,7 +337,7 @@ class _Recorded(Port):
             assert isinstance(graph, Topology)
             self._average = functools.partial(WAYS[way].combine, graph)
 
-    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         layout = Layout(list(leaves.values()), worker_mesh(1))
         (own,) = layout.rows(list(leaves.values()))
         self._offered.setdefault((self.worker, step), {})[group] = own

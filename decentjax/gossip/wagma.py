@@ -13,8 +13,8 @@ from decentjax.compression import Leaves
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
 from decentjax.gossip.merging import MergeRecord, Taken
-from decentjax.gossip.thread import Beside, Port
-from decentjax.gossip.thread_port import Record
+from decentjax.gossip.port import Arrival, Port, Record
+from decentjax.gossip.thread import Beside
 from decentjax.links import Links, PeerProcess, check_party
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
@@ -170,7 +170,7 @@ class _GroupPort(Port):
         workers = self._party.workers
         self._means = GroupMeans(links, self._groups, workers, self._patience)
 
-    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         """Offers the models of a step, which may still be computing."""
         del group
         own = self.rows(list(leaves.values()))
