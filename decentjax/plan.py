@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from decentjax._core.collectives import AxisName
 from decentjax._core.optimizer_state import average_own_models, common_keys
-from decentjax.exchange import Topology, check_whole, warn_of_parts
+from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import bound_axis
@@ -74,6 +75,31 @@ def check_plan(plan: Any) -> None:
             f"methods.diloco(8), got {got}; call a function of decentjax.topology or "
             "decentjax.methods with its arguments"
         )
+
+
+def mixing_matrix(plan: Plan, step: int) -> np.ndarray:
+    """Returns the mixing matrix W of what is sent in a step of a plan, float64 [N, N].
+
+    Row i has the weights of worker i's average, `sum_j W_ij x_j`. It is the identity
+    if a step sends nothing.
+
+    Args:
+      plan: the plan.
+      step: number of the step; of rounds, that in which a round begins.
+
+    Examples:
+      >>> from decentjax import gossip, topology
+      >>> print(gossip.mixing_matrix(topology.one_peer_ring(4), step=1))
+      [[0.5 0.  0.  0.5]
+       [0.  0.5 0.5 0. ]
+       [0.  0.5 0.5 0. ]
+       [0.5 0.  0.  0.5]]
+    """
+    check_plan(plan)
+    identity, sends = np.eye(plan.num_workers), schedule_of(plan)[step].sends
+    if sends is None or sends.exchange is None:
+        return identity
+    return apply(sends.exchange, identity)
 
 
 def topology_of(plan: Plan) -> Topology:

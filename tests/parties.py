@@ -75,9 +75,15 @@ def training(peers: gossip.Peers, state: Any, batch: Any) -> Iterator[dict[int, 
 
 
 def in_threads(work: Callable[[int], Any], num_workers: int) -> list[Any]:
-    """What `work(worker)` returns of each worker, each in a thread of its own."""
+    """What `work(worker)` returns of each worker, each in a thread of its own.
+
+    Raises the error of the worker that failed first: the others may have missed it.
+    """
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
-        return list(pool.map(work, range(num_workers), timeout=LONG))
+        working = [pool.submit(work, worker) for worker in range(num_workers)]
+        for one in concurrent.futures.as_completed(working, LONG):
+            one.result()
+        return [one.result() for one in working]
 
 
 def loss_fn(params, model_state, batch, key):

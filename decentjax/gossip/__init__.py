@@ -12,11 +12,14 @@ from decentjax.gossip.means import Butterfly
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
 from decentjax.gossip.peers import Admitted, Peers, PeerStep
+from decentjax.gossip.port import Port, Record
 from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
-from decentjax.gossip.thread_port import Record, host_mesh
+from decentjax.gossip.thread import Beside
+from decentjax.gossip.thread_port import host_mesh
 from decentjax.gossip.wagma import Wagma, averages
 from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
+from decentjax.plan import mixing_matrix
 
 __all__ = [
     "Addresses",
@@ -25,6 +28,7 @@ __all__ = [
     "Arrived",
     "AutoPatience",
     "Background",
+    "Beside",
     "Book",
     "Butterfly",
     "Elastic",
@@ -36,6 +40,7 @@ __all__ = [
     "PeerProcess",
     "PeerStep",
     "Peers",
+    "Port",
     "Quorum",
     "Read",
     "Record",
@@ -49,6 +54,7 @@ __all__ = [
     "count_examples",
     "fastest_mixes",
     "host_mesh",
+    "mixing_matrix",
     "replay",
 ]
 

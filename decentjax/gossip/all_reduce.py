@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import common_keys
 from decentjax.gossip.engine import Closing
-from decentjax.gossip.thread_port import Record, ignore
+from decentjax.gossip.port import Record, ignore
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import (
@@ -55,16 +55,15 @@ class AllReduce(Closing):
         self._mesh, self._is_checked = mesh, not is_between_processes(mesh)
         halves = halves_of(adapt, "AllReduce")
 
-        def gradient(params: Any, others: Any, batch: Any) -> tuple[Any, Any]:
-            found = halves.gradient(WorkerState(params, *others), batch)
+        def gradient(state: WorkerState, batch: Any) -> tuple[Any, Gradient]:
+            found = halves.gradient(state, batch)
             return (found.grads, found.loss), found._replace(grads=(), loss=())
 
-        def update(params: Any, others: Any, means: Any, found: Gradient) -> Any:
-            state = WorkerState(params, *others)
+        def update(state: WorkerState, means: Any, found: Gradient) -> Any:
             state = state._replace(opt_state=common_keys(state.opt_state, axis))
             grads, loss = means
             found = found._replace(grads=grads, loss=loss)
-            new, metrics = halves.descend(found, state, params)
+            new, metrics = halves.descend(found, state, state.params)
             return jax.tree.map(strong, new), metrics
 
         self._record = record or ignore
@@ -74,7 +73,7 @@ class AllReduce(Closing):
         self._mean = jax.jit(over_workers(mean, mesh), donate_argnums=0)
         # The old model state too, which a plain update does not use.
         self._update = jax.jit(
-            over_workers(update, mesh), donate_argnums=(0, 1), keep_unused=True
+            over_workers(update, mesh), donate_argnums=0, keep_unused=True
         )
 
     def __call__(
@@ -90,18 +89,17 @@ class AllReduce(Closing):
             check_one_model(state.params, self._mesh)
             self._is_checked = True
         start = time.monotonic()
-        params, *others = state
-        grads, found = jax.block_until_ready(self._gradient(params, others, batch))
+        grads, found = jax.block_until_ready(self._gradient(state, batch))
         computed = time.monotonic()
         self._record("compute", step, start, computed)
         means = jax.block_until_ready(self._mean(grads))
         exchanged = time.monotonic()
         self._record("wait", step, computed, exchanged)
         self._record("exchange", step, computed, exchanged)
-        return self._update(params, others, means, found)
+        return self._update(state, means, found)
 
     def settle(self) -> None:
         """Returns at once: nothing is in flight between steps."""
 
-    def _end(self, seconds: float) -> None:
-        del seconds
+    def close(self, seconds: float = 0.0) -> None:
+        """Returns at once, too."""

@@ -16,10 +16,11 @@ the same order in all processes. `SharedEngine.submit` queues other functions th
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from decentjax.gossip.port import Record
 from decentjax.gossip.thread import Beside, check_beside
-from decentjax.gossip.thread_port import Carrier, Record
+from decentjax.gossip.thread_port import Carrier
 from decentjax.mixing import Lowering
-from decentjax.plan import Plan, rounds_of
+from decentjax.plan import Plan
 from decentjax.updates import Adapt
 
 
@@ -81,7 +82,6 @@ class Background(Beside):
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
-        check_beside(plan)
         options = message_dtype, lowering, exchange_mesh, record
-        port = Carrier(rounds_of(plan), mesh, *options)
+        port = Carrier(check_beside(plan), mesh, *options)
         super().__init__(local, plan, mesh, port, record)

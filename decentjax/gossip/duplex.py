@@ -239,4 +239,4 @@ def _leave(engine: Engine) -> None:
     """Leaves a thread whose call has failed, or may wait for one that has."""
     global _second
     _second = None
-    engine._end(0)
+    engine.close(0)

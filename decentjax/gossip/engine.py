@@ -20,25 +20,14 @@ class Closing(abc.ABC):
     """A context manager that closes after its work, or soon after an error."""
 
     @abc.abstractmethod
-    def settle(self) -> None:
-        """Waits until nothing is in flight."""
-
-    @abc.abstractmethod
-    def _end(self, seconds: float) -> None:
-        """Closes it, and waits at most this long for the work in flight."""
-
-    def close(self) -> None:
-        """Ends the thread after the queued calls, unless it has other users.
-
-        Waits at most 10 s, and then abandons messages of lost peers.
-        """
-        self._end(CLOSING_SECONDS)
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Ends it after what is in flight, for which it waits at most this long."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
+        self.close(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
 
 
 class Engine(Closing):
@@ -101,7 +90,8 @@ class Engine(Closing):
         """Whether a call has raised, so that later calls do not run."""
         return self._error is not None
 
-    def _end(self, seconds: float) -> None:
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Ends the thread after the queued calls; waits at most this long for them."""
         with self._lock:
             self._closed = True
             self._tasks.put(None)
@@ -160,7 +150,8 @@ class SharedEngine(Closing):
         """Waits until all queued calls are done, including those of other users."""
         self.submit(int).result()
 
-    def _end(self, seconds: float) -> None:
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Like `Engine.close`, but ends the thread only as its last user."""
         with self._lock:
             # Once per user, however often it closes.
             self._users[self._engine] -= not self._closed
@@ -170,7 +161,7 @@ class SharedEngine(Closing):
                 del self._users[self._engine]
         # Outside the lock, so that a new user need not wait for this one to close.
         if is_last:
-            self._engine._end(seconds)
+            self._engine.close(seconds)
         else:
             # Errors are raised by the futures of the failed calls.
             with contextlib.suppress(BaseException):

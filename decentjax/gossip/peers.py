@@ -234,12 +234,9 @@ class Peers(PeerStep):
             rounds = rounds_of(plan)
             how = party, rounds, patience, used, quorum, elastic
             port = RoundPort(*how, batches_read)
-        super().__init__(local, plan, party.mesh, port, record)
+        super().__init__(local, plan, party.mesh, port, record, party.workers)
         self._peers, self._is_away = port, True
         self._lives: dict[int, int] = {}  # Of the peers that it has met.
-
-    def _workers(self) -> Sequence[int]:
-        return self._peers.party.workers
 
     @property
     def links(self) -> Links:

@@ -17,6 +17,7 @@ from decentjax.exchange import Topology
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
 from decentjax.gossip.merging import WAYS, MergeRecord, Models
+from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.round_port import (
     from_anchor,
@@ -311,7 +312,7 @@ class _Weigh:
         return self._coming[peer]
 
 
-class _Recorded:
+class _Recorded(Port):
     """The port of a worker that takes its peers' models from the record."""
 
     def __init__(
@@ -336,24 +337,13 @@ class _Recorded:
             assert isinstance(graph, Topology)
             self._average = functools.partial(WAYS[way].combine, graph)
 
-    def open(
-        self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
-    ) -> None:
-        """Returns at once."""
-
-    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         layout = Layout(list(leaves.values()), worker_mesh(1))
         (own,) = layout.rows(list(leaves.values()))
         self._offered.setdefault((self.worker, step), {})[group] = own
         if self.weigh is not None:
             self.weigh.send(self.worker, group, own, step)
         return functools.partial(self._averaged, group, leaves, layout, step)
-
-    def settle(self) -> None:
-        """Returns at once."""
-
-    def close(self, seconds: float) -> None:
-        """Returns at once."""
 
     def _averaged(
         self, group: int, leaves: Leaves, layout: Layout, step: int

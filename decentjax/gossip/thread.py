@@ -1,14 +1,15 @@
 """The engine of this package: a step whose messages are sent beside it.
 
 The gradient is computed while messages are in flight. A port carries them: a second
-thread with collectives, peers, groups of peers, or the record of a run.
+thread with collectives, peers, groups of peers, the record of a run, or your own.
 """
 
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,17 @@ from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
 from decentjax.compression import Leaves
-from decentjax.gossip.engine import Closing
+from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
-from decentjax.gossip.thread_port import Record, ignore
+from decentjax.gossip.port import Arrival, Port, Record, ignore
 from decentjax.loss import Metrics
-from decentjax.placement import local_workers, over_workers, place
+from decentjax.placement import (
+    axis_of,
+    check_mesh,
+    local_workers,
+    over_workers,
+    place,
+)
 from decentjax.plan import (
     GradientMean,
     Plan,
@@ -44,66 +51,31 @@ from decentjax.state import WorkerState, strong
 from decentjax.train_step import StepCount, check_not_donated
 from decentjax.updates import Adapt, init_of
 
-Arrival = Callable[[], Leaves]
-"""Waits for averaged leaves, and returns them stacked, by number."""
 Step = tuple[WorkerState, Metrics]
 
 
-class Port(Protocol):
-    """Transport of leaves between workers.
-
-    Attributes:
-      takes_groups: whether a new model is sent group by group, each as soon as it is
-        computed, rather than as a whole.
-      phase: what a process does, for its watch, while it waits for messages.
-    """
-
-    takes_groups: bool
-    phase: str
-
-    def open(
-        self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
-    ) -> None:
-        """Prepares for leaves like those of a state; called before the first exchange.
-
-        Args:
-          state: stacked state.
-          groups: numbers of the leaves of each group.
-          step: the step about to run.
-        """
-
-    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
-        """Sends stacked leaves, or pairs of leaf and message.
-
-        Args:
-          group: number of the group.
-          leaves: its leaves, by number.
-          step: step of this exchange, or at which the round begins.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Waits for exchanges that could interfere with other programs."""
-
-    def close(self, seconds: float) -> None:
-        """Closes the port, and waits at most this long."""
-
-
 class Beside(Closing):
-    """A step of rounds whose exchanges a port carries; a context manager.
+    """A train step whose exchanges a port carries; a context manager.
 
-    Rounds of whole models in every step are sent group by group: each group of leaves
-    is updated as soon as its averages have arrived, and sent at once.
+    Models that are averaged in every step are sent group by group: each group of leaves
+    is updated as soon as its averages have arrived, and sent at once. `Background` and
+    `Peers` are this step with ports of their own.
 
     Args:
       local: the local update, as `local_update` returns it.
-      plan: the plan, as `check_beside` admits it.
-      mesh: mesh of the workers in the stacked arrays.
+      plan: topology or rounds.
+      mesh: mesh of the workers in the stacked arrays: those of this process.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
+      workers: numbers of the workers of the mesh, if these are not all of the plan's.
 
     Attributes:
       plan: the plan.
+
+    Raises:
+      TypeError: if the plan is neither topology nor rounds, or the port is none.
+      ValueError: if the compression of the rounds has shards, or the mesh has a
+        different number of workers.
     """
 
     def __init__(
@@ -113,10 +85,11 @@ class Beside(Closing):
         mesh: Mesh,
         port: Port,
         record: Record | None = None,
+        workers: Sequence[int] | None = None,
     ):
+        rounds = check_beside(plan)
         warn_of_plan(plan)
-        rounds = rounds_of(plan)
-
+        _check_port(port, mesh, workers)
         of_packed = rounds.adapt(local)
 
         def adapt(state: WorkerState, batch: Any, mixed: Any) -> Step:
@@ -124,7 +97,7 @@ class Beside(Closing):
             return jax.tree.map(strong, new), metrics
 
         self._local, self._adapt, self.plan = local, adapt, plan
-        self._rounds, self._mesh = rounds, mesh
+        self._rounds, self._mesh, self._numbers = rounds, mesh, workers
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1
         # Peers know messages by their step, whatever the period.
@@ -155,7 +128,13 @@ class Beside(Closing):
 
     def _workers(self) -> Sequence[int]:
         """The numbers of the workers of this process."""
-        return local_workers(self._mesh)
+        count = self._mesh.shape[axis_of(self._mesh)]
+        if self._numbers is None and count != self.plan.num_workers:
+            raise ValueError(
+                f"the mesh has {count} of the plan's {self.plan.num_workers} workers: "
+                "pass their numbers as workers"
+            )
+        return self._numbers or local_workers(self._mesh)
 
     def share(self, other: "Beside") -> None:
         """Reuses the compiled programs of a step of the same local update and mesh."""
@@ -207,7 +186,8 @@ class Beside(Closing):
         if self._steps is not None:
             self._steps.last = step - 1
 
-    def _end(self, seconds: float) -> None:
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Closes the port, which waits at most this long for messages in flight."""
         self._port.close(seconds)
 
     def _open(self, state: WorkerState, batch: Any, step: int) -> None:
@@ -295,11 +275,9 @@ class Beside(Closing):
         step: int,
     ) -> None:
         """Waits for averages, which arrive in the order in which leaves were sent."""
-        phases.note(self._port.phase, step)
-        start = time.monotonic()
-        while not mixed.keys() >= set(stage.part.awaits):
-            mixed.update(arriving.popleft()())
-        self._record("wait", step, start, time.monotonic())
+        with self._doing("wait", self._port.phase, step):
+            while not mixed.keys() >= set(stage.part.awaits):
+                mixed.update(arriving.popleft()())
 
     def _after(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """`x <- W (x + update(grad f(x)))`."""
@@ -379,41 +357,43 @@ class Beside(Closing):
         return state._replace(params=params, extra=extra)
 
     def _arrived(self, arrival: Arrival, step: int) -> Leaves:
-        phases.note(self._port.phase, step)
-        start = time.monotonic()
-        leaves = arrival()
-        self._record("wait", step, start, time.monotonic())
-        return leaves
+        with self._doing("wait", self._port.phase, step):
+            return arrival()
 
     def _computed(
         self, stages: Stages, state: WorkerState, batch: Any, step: int
     ) -> list[jax.Array]:
         """The part of the local update that awaits no message."""
-        phases.note("computing", step)
-        start = time.monotonic()
-        # Donates all but the params, which are still being sent.
-        values = stages.early(state.params, state[1:], batch)
-        # The record says when the computing was done, not when it was dispatched.
-        jax.block_until_ready(values)
-        self._record("compute", step, start, time.monotonic())
-        self._trained(batch)
-        return values
+        return self._run(stages.early, state, batch, step)
 
     def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
         """The whole local update."""
-        phases.note("computing", step)
-        start = time.monotonic()
-        new = jax.block_until_ready(self._whole(state.params, state[1:], batch))
-        self._record("compute", step, start, time.monotonic())
+        return self._run(self._whole, state, batch, step)
+
+    def _run(
+        self, compiled: Callable, state: WorkerState, batch: Any, step: int
+    ) -> Any:
+        with self._doing("compute", "computing", step):
+            # Donates all but the params, which are still being sent. The record says
+            # when the computing was done, not when it was dispatched.
+            new = jax.block_until_ready(compiled(state.params, state[1:], batch))
         self._trained(batch)
         return new
+
+    @contextlib.contextmanager
+    def _doing(self, activity: str, phase: str, step: int) -> Iterator[None]:
+        """Records an activity, unless it raises."""
+        phases.note(phase, step)
+        start = time.monotonic()
+        yield
+        self._record(activity, step, start, time.monotonic())
 
     def _trained(self, batch: Any) -> None:
         """Called once a step is computed, before its model is sent."""
 
 
-def check_beside(plan: Plan) -> None:
-    """Raises an error if a plan cannot be carried beside the step."""
+def check_beside(plan: Plan) -> Rounds:
+    """Returns a plan as rounds, or raises an error if no port can carry them."""
     check_plan(plan)
     if isinstance(plan, GradientMean):
         raise TypeError(
@@ -425,6 +405,22 @@ def check_beside(plan: Plan) -> None:
         raise ValueError(
             "beside the step messages of slices are not encoded: leave the "
             "compression's shards at None, or use on_mesh"
+        )
+    return rounds
+
+
+def _check_port(port: Port, mesh: Mesh, workers: Sequence[int] | None) -> None:
+    if isinstance(port, type) or not isinstance(port, Port):
+        raise TypeError(
+            "wanted a port, such as an instance of a subclass of gossip.Port, got "
+            f"{port!r}"
+        )
+    check_mesh(mesh)
+    count = mesh.shape[axis_of(mesh)]
+    if workers is not None and len(set(workers)) != count:
+        raise ValueError(
+            f"workers are the different numbers of the {count} workers of the mesh, "
+            f"got {workers}"
         )
 
 
@@ -448,13 +444,9 @@ def _programs(rounds: Rounds, mesh: Mesh) -> tuple[dict[Fragment, Any], ...]:
         return new.params, new.extra
 
     def compiled(function: Callable) -> dict[Fragment, Any]:
-        of_fragment = {
-            one: functools.partial(function, fragment=one)
-            for one in rounds.schedule.fragments
-        }
         return {
-            one: jax.jit(over_workers(of_one, mesh))
-            for one, of_one in of_fragment.items()
+            one: jax.jit(over_workers(functools.partial(function, fragment=one), mesh))
+            for one in rounds.schedule.fragments
         }
 
     return compiled(begin), compiled(end)

@@ -6,8 +6,8 @@ Between CPU processes, or through host memory if the workers have GPUs.
 import collections
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from decentjax.gossip.lowerings import (
     compiled_mix_encoded,
     fastest_way,
 )
+from decentjax.gossip.port import Arrival, Port, Record, ignore
 from decentjax.mixing import Lowering
 from decentjax.placement import (
     AXIS,
@@ -40,22 +41,7 @@ from decentjax.rounds import Rounds, check_rounds, mix_of
 from decentjax.state import WorkerState
 
 
-class Record(Protocol):
-    """Called with an activity of a process from `start` to `end` of `time.monotonic()`.
-
-    The activity is "compute" (gradient and direction), "wait" (for mixed leaves) or
-    "exchange" (for each group of leaves). Called by both threads.
-    """
-
-    def __call__(self, activity: str, step: int, start: float, end: float) -> None: ...
-
-
-def ignore(activity: str, step: int, start: float, end: float) -> None:
-    """Records nothing."""
-    del activity, step, start, end
-
-
-class Carrier:
+class Carrier(Port):
     """Averages stacked leaves in the second thread: the port of `Background`.
 
     Args:
@@ -72,7 +58,7 @@ class Carrier:
         are to be encoded, or the devices of `exchange_mesh` are in other processes.
     """
 
-    takes_groups, phase = True, "exchanging"
+    phase = "exchanging"
 
     def __init__(
         self,
@@ -95,7 +81,7 @@ class Carrier:
         check_encodes(rounds.compression, mesh)
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
-        self._engine, self._schedule, self._mesh = SharedEngine(), schedule, mesh
+        self._schedule, self._mesh = schedule, mesh
         exchanges = tuple(dict.fromkeys(schedule.exchanges))
         self._topology = Topology(schedule.name, exchanges)
         self._exchange_mesh = exchange_mesh or mesh
@@ -103,6 +89,10 @@ class Carrier:
         self._message_dtype, self._lowering = message_dtype, lowering
         self._record, self._compression = record or ignore, rounds.compression
         self._mixes: list[Mixes] = []  # Of each lane.
+
+    @functools.cached_property
+    def _engine(self) -> SharedEngine:  # On first use: a step may still be refused.
+        return SharedEngine()
 
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
@@ -119,7 +109,7 @@ class Carrier:
         # processes.
         self._mixes = self._engine.submit(self._lower, state.params).result()
 
-    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         """Starts an exchange of leaves; returns a function that waits for it."""
         del group
         if self._exchange_mesh != self._mesh:
@@ -139,7 +129,7 @@ class Carrier:
 
     def close(self, seconds: float) -> None:
         """Releases the thread, and waits at most this long for its calls."""
-        self._engine._end(seconds)
+        self._engine.close(seconds)
 
     def _lower(self, params: Any) -> list[Mixes]:
         first, *others = self._exchange_lanes

@@ -14,9 +14,8 @@ from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
 from decentjax.gossip.merging import MergeRecord, Taken
 from decentjax.gossip.peers import MOST_BEHIND, Admitted, PeerStep
-from decentjax.gossip.thread_port import Record
+from decentjax.gossip.port import Arrival, Port, Record
 from decentjax.links import Links, PeerProcess, check_party
-from decentjax.process import phases
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 from decentjax.topology import complete
@@ -91,11 +90,8 @@ class Wagma(PeerStep):
             )
         rounds = group_rounds(groups, order)
         self._averaging = _GroupPort(groups, party, order, patience, used)
-        self._party = party
-        super().__init__(local, rounds, party.mesh, self._averaging, record)
-
-    def _workers(self) -> Sequence[int]:
-        return self._party.workers
+        mesh, own = party.mesh, party.workers
+        super().__init__(local, rounds, mesh, self._averaging, record, own)
 
     def alive(self) -> set[int]:
         return self._averaging.means.alive if self._is_open else set()
@@ -130,10 +126,10 @@ class Wagma(PeerStep):
         return Admitted(state._replace(params=params), at + 1, "joined")
 
 
-class _GroupPort:
+class _GroupPort(Port):
     """The port of `Wagma`: averages are over whole models."""
 
-    takes_groups, phase = False, phases.WAITING
+    takes_groups = False
 
     def __init__(
         self,
@@ -177,7 +173,7 @@ class _GroupPort:
         workers = self._party.workers
         self._means = GroupMeans(links, self._groups, workers, self._patience)
 
-    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         """Offers the models of a step, which may still be computing."""
         del group
         own = self.rows(list(leaves.values()))
@@ -188,9 +184,6 @@ class _GroupPort:
     def rows(self, leaves: Sequence[jax.Array]) -> dict[int, Rows]:
         """The leaves of each worker of this process."""
         return dict(zip(self._party.workers, self.layout.rows(leaves), strict=True))
-
-    def settle(self) -> None:
-        """Returns at once: exchanges cannot interfere with other programs."""
 
     def close(self, seconds: float) -> None:
         """Closes the means, and waits at most this long for partners that need them."""

@@ -34,6 +34,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip import pipeline
+from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.thread_port import Carrier
 from tests.checkout import ENV, ROOT
 
@@ -290,6 +291,16 @@ def test_a_shorter_batch_is_another_program_and_the_same_step():
     wanted = _run(short.in_step(), short)
     with _in_background(case) as train_step:
         _assert_same(_run(train_step, short), wanted)
+
+
+def test_a_step_that_is_refused_leaves_the_shared_thread_to_others():
+    def own(state, batch, mixed):
+        return state, {}
+
+    users = SharedEngine._users.total()
+    with pytest.raises(TypeError, match="gradient tracking changes the gradient"):
+        gossip.Background(own, methods.gradient_tracking(TWO), worker_mesh(2))
+    assert SharedEngine._users.total() == users
 
 
 def test_rows_that_are_missing_are_refused_before_anything_is_sent():

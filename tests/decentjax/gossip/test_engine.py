@@ -96,17 +96,16 @@ def _threads_of(engine):
     return [t for t in threading.enumerate() if t is engine._thread]
 
 
-def test_close_leaves_behind_what_blocks_and_nothing_can_follow(monkeypatch):
-    monkeypatch.setattr(engines, "CLOSING_SECONDS", 0.05)
+def test_close_leaves_behind_what_blocks_and_nothing_can_follow():
     held, done = threading.Event(), []
     engine = Engine()
     engine.submit(held.wait, LONG)
     engine.submit(done.append, 1)
-    engine.close()
+    engine.close(0.05)
     assert _threads_of(engine)
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.submit(done.append, 2)
-    engine.close()
+    engine.close(0.05)
     held.set()
     engine._thread.join(LONG)
     assert not _threads_of(engine)
@@ -212,12 +211,11 @@ def test_who_leaves_the_shared_engine_waits_for_its_work_and_ends_no_other():
         assert newcomer.submit(lambda: 3).result(LONG) == 3
 
 
-def test_who_leaves_the_shared_engine_waits_no_longer_than_for_an_engine(monkeypatch):
-    monkeypatch.setattr(engines, "CLOSING_SECONDS", 0.05)
+def test_who_leaves_the_shared_engine_waits_no_longer_than_for_an_engine():
     held = threading.Event()
     with SharedEngine() as stays, SharedEngine() as leaves:
         stays.submit(held.wait, LONG)
-        leaves.close()
+        leaves.close(0.05)
         assert not held.is_set()
         held.set()
 
