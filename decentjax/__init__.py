@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         decentralize,
         scale_by_accum_adam,
     )
+    from decentjax.param_map import map_params
     from decentjax.placement import (
         AXIS,
         check_one_model,
@@ -99,6 +100,7 @@ __all__ = [
     "init_state",
     "local_update",
     "local_workers",
+    "map_params",
     "mean_model",
     "methods",
     "mix",
@@ -156,6 +158,7 @@ _CORE = (
     "state",
     "updates",
     "rounds",
+    "param_map",
     "plan",
     "train_step",
     "optim",
