@@ -102,7 +102,7 @@ def test_steps_begin_with_shapes(name, place):
         check_shapes(wrap(train_step, plan, mesh).init, state)
     check_shapes(functools.partial(stack, num_workers=4, mesh=mesh), PARAMS)
     if place == "mesh" and name != "all_reduce":
-        with gossip.Background(LOCAL, plan, mesh) as beside:
+        with gossip.Background(LOCAL, plan, worker_mesh(4)) as beside:
             check_shapes(beside.init, PARAMS, key)
 
 
