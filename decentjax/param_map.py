@@ -25,7 +25,7 @@ def map_params(
     Args:
       function: function of an array, and of the leaves of `trees` at its param.
       params: params whose leaves are shaped as in the state: stacked, [N, ...], if it
-        is.
+        is. Modules of NNX have names in the `train_states` of `wrap` alone.
       state: state of arrays or of their shapes, such as a `WorkerState`, the state of
         `decentralize`, or of another optimizer.
       trees: trees like the params, such as their partition specs.

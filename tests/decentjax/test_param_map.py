@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -190,6 +191,18 @@ def test_sharding_by_param_reaches_the_whole_state_of_a_wrapped_step():
     is_adam = lambda x: isinstance(x, optax.ScaleByAdamState)  # noqa: E731
     adam = next(filter(is_adam, jax.tree.leaves(got.opt_state, is_leaf=is_adam)))
     assert adam.nu["w"] == (1, 3, 1)
+
+
+def test_modules_of_nnx_are_mapped_in_the_train_states():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    _, first = nnx.split((model, optimizer))
+    step = wrap(lambda state, batch: (state, batch), topology.ring(2))
+    states = step.train_states(step.init(first))
+    found = map_params(tagged, states[0], states)
+    adam = found[1]["opt_state"][0]
+    for tree in (found[0], adam["mu"], adam["nu"]):
+        assert [values(x) for x in jax.tree.leaves(tree)] == [{7.0}] * 2
 
 
 def test_anchors_are_a_tree_like_the_params():
