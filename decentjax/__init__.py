@@ -41,11 +41,13 @@ if TYPE_CHECKING:
         decentralize,
         scale_by_accum_adam,
     )
+    from decentjax.param_map import map_params
     from decentjax.placement import (
         AXIS,
         check_one_model,
         local_workers,
         mean_model,
+        name_workers,
         over_workers,
         place,
         worker_mesh,
@@ -98,9 +100,11 @@ __all__ = [
     "init_state",
     "local_update",
     "local_workers",
+    "map_params",
     "mean_model",
     "methods",
     "mix",
+    "name_workers",
     "neighbor_allgather",
     "on_mesh",
     "over_workers",
@@ -154,6 +158,7 @@ _CORE = (
     "state",
     "updates",
     "rounds",
+    "param_map",
     "plan",
     "train_step",
     "optim",

@@ -35,7 +35,7 @@ class ExactDiffusionState(NamedTuple):
 
 def exact_diffusion(
     inner: optax.GradientTransformation,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """D², exact diffusion: `x <- W (p + x - p_before)`, with `p = x + update(grad)`.
 
     A transformation whose update is that of `inner`, plus the movement of the model by

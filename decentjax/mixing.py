@@ -116,7 +116,9 @@ def mix(
     unchanged. A mean over a group is rounded a second time when it is sent back. Inside
     a node the leaf's own dtype is sent.
 
-    The result does not depend on a gradient. Do not differentiate through it.
+    The result does not depend on a gradient. Simulated, it has derivatives; on devices
+    jax raises an error for `jax.grad`, `jax.jacrev` and `jax.jacfwd`: take them under
+    `jax.vmap`, or by W itself, `topology.matrices`.
 
     Args:
       params: one worker's model, any pytree. Float leaves of any shape are mixed, with

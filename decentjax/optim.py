@@ -60,7 +60,7 @@ def scale_by_accum_adam(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Rescales by Adam moments that are updated once every `accum_steps` steps.
 
     Every step updates the parameters. The moments are updated with the mean gradient of
@@ -124,8 +124,8 @@ def scale_by_accum_adam(
         )
         return ScaleByAccumAdamState(*adam.init(params), acc=acc, window=window)
 
-    def update_fn(updates, state, params=None):
-        del params
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args  # The latter for other transformations of a chain.
         if is_fixed != (state.window == ()):
             raise TypeError(
                 "accum_steps must be an int, or an array, in init and update, got "
@@ -162,7 +162,7 @@ def scale_by_accum_adam(
         window = () if is_fixed else window
         return direction, ScaleByAccumAdamState(count, mu, nu, acc, window)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def accum_adam(

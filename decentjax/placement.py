@@ -39,6 +39,36 @@ def axis_of(mesh: Mesh) -> str:
     return AXIS if AXIS in mesh.shape else mesh.axis_names[0]
 
 
+def name_workers(mesh: Mesh, axis: str) -> Mesh:
+    """Returns the mesh with the workers on an axis of its, wherever that comes.
+
+    Its devices stay where they are, and the axis is called "workers", as all functions
+    that take a mesh know it. Create arrays on the returned mesh, or move them there by
+    `jax.device_put`, which copies nothing.
+
+    Args:
+      mesh: mesh with further axes before that of the workers.
+      axis: name of the axis.
+
+    Raises:
+      ValueError: if the mesh has no such axis, or another one is called "workers".
+
+    Examples:
+      >>> import jax
+      >>> from decentjax import name_workers
+      >>> name_workers(jax.make_mesh((1, 1), ("fsdp", "replica")), "replica").axis_names
+      ('fsdp', 'workers')
+    """
+    check_mesh(mesh)
+    if axis not in mesh.shape or AXIS in set(mesh.shape) - {axis}:
+        raise ValueError(
+            "wanted the name of the workers' axis, in a mesh that calls no other axis "
+            f'"{AXIS}", got {axis!r} of {dict(mesh.shape)}'
+        )
+    names = [AXIS if name == axis else name for name in mesh.axis_names]
+    return Mesh(mesh.devices, names, axis_types=mesh.axis_types)
+
+
 def bound_axis() -> str:
     """Returns the name of the workers' axis inside the code of one worker.
 

@@ -45,7 +45,7 @@ from decentjax.schedule import Fragment, Schedule, every
 from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.updates import Adapt
 
-__all__ = ["Rounds", "blend", "cut_leaves", "replace", "shift"]
+__all__ = ["Rounds", "anchors", "blend", "cut_leaves", "replace", "shift"]
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
@@ -281,6 +281,31 @@ class RoundState(NamedTuple):
     outer: tuple[Any, ...]
     sent: Leaves
     coded: Coded | None = None
+
+
+def anchors(params: Any, carried: RoundState) -> Any:
+    """Returns the anchors of rounds, the models after the last ones, as a tree.
+
+    Args:
+      params: params, stacked or of one worker.
+      carried: state of the rounds, `extra` of the `WorkerState` or of the state of
+        `decentralize`.
+
+    Returns:
+      A tree like the params. Leaves without an anchor, of rounds without an outer
+      optimizer or never sent, are the params.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_state, methods, rounds
+      >>> params, plan = {"w": jnp.zeros(3)}, methods.diloco(2)
+      >>> state = init_state(params, optax.adam(1e-3), jax.random.key(0), plan)
+      >>> rounds.anchors(state.params, state.extra)["w"].shape
+      (2, 3)
+    """
+    leaves, structure = jax.tree.flatten(params)
+    found = [carried.anchor.get(number, x) for number, x in enumerate(leaves)]
+    return structure.unflatten(found)
 
 
 def check_rounds(rounds: Any) -> Rounds:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from decentjax._core.collectives import names_of
 from decentjax._core.optimizer_state import folded, keys_in, map_keys
-from decentjax._core.slices import is_spec, only
+from decentjax._core.slices import is_spec, lying, only
 from decentjax.placement import axis_of, check_mesh
 
 
@@ -182,15 +183,22 @@ def stack(
     leaves, structure = jax.tree.flatten(tree)
     holds_keys, there = jax.tree.leaves(keys_in(tree)), jax.tree.leaves(shardings)
     leaves = [
-        _everywhere(x, mesh) if key else x
+        _everywhere(x, mesh) if key and not isinstance(x, Tracer) else x
         for x, key in zip(leaves, holds_keys, strict=True)
     ]
-    # Those that lie on the mesh never leave it; of others each device gets its part.
-    on_mesh = [n for n, x in enumerate(leaves) if _lies_on(x, mesh)]
+    # Those that lie on the mesh never leave it, nor traced ones their program; of
+    # others each device gets its part.
+    on_mesh = [
+        n for n, x in enumerate(leaves) if isinstance(x, Tracer) or _lies_on(x, mesh)
+    ]
 
     def rows(arrays: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(arrays, on_mesh, strict=True)
-        return [rows_of(numbers, x, holds_keys[n]) for x, n in pairs]
+        return [
+            # jax does not reshard traced arrays on explicit axes by `out_shardings`.
+            lying(rows_of(numbers, x, holds_keys[n]), there[n].spec, mesh)
+            for x, n in pairs
+        ]
 
     placed = jax.jit(rows, out_shardings=[there[n] for n in on_mesh])
     stacked = dict(zip(on_mesh, placed([leaves[n] for n in on_mesh]), strict=True))
@@ -238,7 +246,7 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
         return jax.tree.map(lambda x: one(path, x, spec), box)
 
     def one(path: Any, x: Any, spec: PartitionSpec | None) -> NamedSharding:
-        lies: Any = getattr(x, "sharding", None)
+        lies = _sharding_of(x)
         if _lies_on(x, mesh):
             spec = lies.spec
         elif isinstance(lies, NamedSharding) and not lies.is_fully_replicated:
@@ -288,8 +296,13 @@ def _spec_of(x: Any) -> PartitionSpec | None:
     return None
 
 
+def _sharding_of(x: Any) -> Any:
+    found = jax.typeof(x) if isinstance(x, Tracer) else x
+    return getattr(found, "sharding", None)
+
+
 def _lies_on(x: Any, mesh: Mesh) -> bool:
-    lies = getattr(x, "sharding", None)
+    lies = _sharding_of(x)
     # The shapes of explicit axes lie on the abstract mesh.
     meshes = mesh, mesh.abstract_mesh
     return isinstance(lies, NamedSharding) and lies.mesh in meshes

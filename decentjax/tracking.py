@@ -11,7 +11,7 @@ from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.optimizer_state import states_of
 from decentjax.loss import Metrics
 from decentjax.rounds import Rounds, RoundState, foreign_state, replace, shift
-from decentjax.state import WorkerState
+from decentjax.state import WorkerState, check_arrays
 from decentjax.updates import Adapt, halves_of
 
 
@@ -61,6 +61,7 @@ class Tracking(Rounds):
         return params, params
 
     def init(self, params: Any) -> TrackingState:
+        check_arrays(params, "init")
         tracker, gradient = _zeros(params), _zeros(params)
         return TrackingState(super().init((tracker, params)), tracker, gradient)
 

@@ -236,7 +236,8 @@ def on_mesh(
     model.
 
     The axis of the workers is "workers", or if the mesh has none of this name its first
-    axis; its size is N, and consecutive workers share a node. A worker's arrays may be
+    axis (`name_workers` takes another); its size is N, and consecutive workers share a
+    node. A worker's arrays may be
     sharded over further axes (FSDP), and the new state keeps the sharding. On explicit
     axes, the default of `jax.make_mesh`, the types of arrays state their sharding, the
     loss sees these types, and each device sends its own shards; jax 0.10 gathers them

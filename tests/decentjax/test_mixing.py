@@ -1125,3 +1125,28 @@ def test_neighbor_allgather_of_groups_gets_a_sentence():
 
     with pytest.raises(ValueError, match="needs an exchange of single workers"):
         jax.vmap(peers, axis_name=AXIS)(jnp.zeros(4))
+
+
+def ring_matrix(n):
+    """A row of thirds, and for fewer than three workers the mean of all."""
+    if n < 3:
+        return np.full((n, n), 1 / n)
+    return sum(np.roll(np.eye(n), k, axis=1) for k in (-1, 0, 1)) / 3
+
+
+def mix_ring(x, n):
+    return mix(x, topology.ring(n)[0], AXIS)
+
+
+@pytest.mark.parametrize("jacobian", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_the_jacobian_of_simulated_workers_is_the_matrix(n, jacobian):
+    mixed = over_workers(functools.partial(mix_ring, n=n))
+    got = jacobian(mixed)(jnp.arange(n, dtype="float32"))
+    np.testing.assert_allclose(got, ring_matrix(n), atol=1e-6)
+
+
+def test_on_devices_there_is_no_derivative_as_is_said():
+    mixed = over_workers(functools.partial(mix_ring, n=4), worker_mesh(4))
+    with pytest.raises(ValueError, match="Linearization failed"):
+        jax.grad(lambda x: mixed(x)[0])(jnp.arange(4.0))

@@ -1,6 +1,7 @@
 """AccumAdam and `decentralize` against float64 loops, and inside other optimizers."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import decentjax
 from decentjax import (
     AXIS,
     accum_adam,
@@ -828,11 +830,33 @@ def test_shapes_are_params_or_get_a_sentence():
         jax.eval_shape(one.init, {"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
 
 
-def test_quasi_global_momentum_ignores_what_is_for_others():
-    params = {"w": jnp.ones(3)}
-    one = quasi_global_momentum(0.1)
-    found, _ = one.update(params, one.init(params), params, value=1.0)
-    np.testing.assert_allclose(found["w"], -0.1 * np.ones(3), rtol=1e-6)
+TRANSFORMATIONS = {
+    "accum_adam": accum_adam(0.1),
+    "accum_adamw": accum_adamw(0.1),
+    "decentralize": decentralize(optax.adam(0.1), topology.ring(4), AXIS),
+    "exact_diffusion": exact_diffusion(optax.sgd(0.1)),
+    "quasi_global_momentum": quasi_global_momentum(0.1),
+    "scale_by_accum_adam": scale_by_accum_adam(),
+}
+
+
+def test_all_transformations_are_known_here():
+    public = {name: getattr(decentjax, name) for name in decentjax.__all__}
+    found = [
+        name
+        for name, one in public.items()
+        if inspect.isfunction(one)
+        and "GradientTransf" in str(inspect.signature(one).return_annotation)
+    ]
+    assert sorted(found) == sorted(TRANSFORMATIONS)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_arguments_for_other_optimizers_are_ignored(name):
+    one = TRANSFORMATIONS[name]
+    assert isinstance(one, optax.GradientTransformationExtraArgs)
+    options = {"value": 1.0, "of_another": "text"}
+    np.testing.assert_array_equal(_update_once(one, **options), _update_once(one))
 
 
 def test_numbers_of_python_are_params():

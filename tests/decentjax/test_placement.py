@@ -1,5 +1,6 @@
 """The axis of the workers on a mesh: "workers", or the first of another name."""
 
+import contextlib
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
@@ -20,6 +21,7 @@ from decentjax import (
     local_update,
     local_workers,
     methods,
+    name_workers,
     on_mesh,
     over_workers,
     place,
@@ -235,6 +237,86 @@ def test_one_worker_is_equal_on_all_where_types_are_checked():
         out_specs=PartitionSpec(),
     )
     assert mapped(jnp.ones((1, 3))) == 0
+
+
+def cut_params(mesh):
+    return jax.device_put(params(), NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+
+
+def steps_of(where, plan, mesh, folder):
+    """A train step with its first state, of params that are sharded in a worker."""
+    if where == "wrap":
+
+        def train_step(state, batch):
+            grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(state["params"])
+            updates, opt_state = OPTIMIZER.update(grads, state["opt_state"])
+            found = optax.apply_updates(state["params"], updates)
+            return {"params": found, "opt_state": opt_state}, ()
+
+        step, first = wrap(train_step, plan, mesh), cut_params(mesh)
+        return step, step.init({"params": first, "opt_state": OPTIMIZER.init(first)})
+    if where == "background":
+        step = gossip.Background(LOCAL, plan, mesh)
+    elif where == "peers":
+        party = gossip.PeerProcess(gossip.Folder(folder), range(4), mesh)
+        step = gossip.Peers(LOCAL, plan, party)
+    else:
+        step = on_mesh(LOCAL, plan, mesh)
+    state = init_state(params(), OPTIMIZER, jax.random.key(0), plan)
+    cut = NamedSharding(mesh, PartitionSpec(axis_of(mesh), None, "fsdp"))
+    return step, jax.tree.map(
+        lambda x: jax.device_put(x, cut) if x.ndim > 2 else place(x, mesh), state
+    )
+
+
+@pytest.mark.draw(3)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("plan", [RING, DILOCO], ids=["awc", "rounds"])
+@pytest.mark.parametrize("where", ["on_mesh", "wrap", "background", "peers"])
+def test_workers_on_the_second_axis_are_the_same_to_the_bit(
+    where, plan, kind, tmp_path
+):
+    devices, found = np.array(jax.devices()).reshape(4, 2), []
+    maxtext = Mesh(devices.T, ("fsdp", "replica"), axis_types=(kind,) * 2)
+    first = Mesh(devices, ("replica", "fsdp"), axis_types=(kind,) * 2)
+    for mesh in (first, name_workers(maxtext, "replica")):
+        step, state = steps_of(where, plan, mesh, tmp_path / str(len(found)))
+        with contextlib.ExitStack() as exits:
+            if hasattr(step, "__enter__"):
+                exits.enter_context(step)
+            for t, rows in enumerate(batches()):
+                state, _ = step(state, place(rows, mesh), t)
+            found.append(np.asarray(state.params["w"]))
+            assert state.params["w"].sharding.shard_shape((4, 4, 2)) == (1, 4, 1)
+            if where == "background":
+                step.settle()
+    np.testing.assert_array_equal(*found)
+    assert (found[0] != np.asarray(params()["w"])).all()
+
+
+def test_named_workers_are_those_of_every_function_of_a_mesh():
+    devices = np.array(jax.devices()).reshape(2, 2, 2)
+    old = Mesh(devices, ("fsdp", "replica", "tensor"))
+    mesh = name_workers(old, "replica")
+    assert local_workers(mesh) == [0, 1]
+    wanted = devices.swapaxes(0, 1).reshape(2, 4)
+    np.testing.assert_array_equal(slices_of(mesh), wanted)
+    rows = place(np.arange(6.0, dtype="f").reshape(2, 3), mesh)
+    index = {x.device: x.index[0].start or 0 for x in rows.addressable_shards}
+    assert all(index[x] == n for n in (0, 1) for x in wanted[n])
+    sums = jax.jit(over_workers(jnp.sum, mesh))(rows)
+    np.testing.assert_array_equal(sums, [3, 12])
+    moved = jax.device_put(jnp.ones(4), NamedSharding(old, PartitionSpec("fsdp")))
+    there = jax.device_put(moved, NamedSharding(mesh, PartitionSpec("fsdp")))
+    assert stack(there, 2, mesh).sharding.spec == PartitionSpec(AXIS, "fsdp")
+
+
+def test_names_that_are_no_axis_are_refused():
+    mesh = jax.make_mesh((1, 1), ("fsdp", AXIS))
+    assert name_workers(mesh, AXIS) == mesh
+    for name in ("replica", "fsdp"):
+        with pytest.raises(ValueError, match=rf"the workers' axis.* got '{name}' of"):
+            name_workers(mesh, name)
 
 
 def test_a_second_thread_takes_further_axes_of_size_one():
