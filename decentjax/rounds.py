@@ -51,6 +51,9 @@ Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (leaf now, leaf as sent, leaf of the round) to the merged leaf."""
+Count = Callable[[Any], Sequence[int]]
+"""Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
+TOKENS = -1  # In the place of the number of a leaf.
 
 
 def mix_workers(params: Any, exchange: Exchange, **options: Any) -> Any:
@@ -127,6 +130,14 @@ class Rounds:
     fragments the p-th begins floor(p H / P) steps after the first, which is sent in
     step r H; leaves in no fragment are not sent: each worker trains its own.
 
+    With `count_tokens` means are weighted by n_j, what worker j has trained on since it
+    last sent these leaves; of the complete graph it is FedAvg:
+
+        q_i = sum_j W_ij n_j x_j / sum_j W_ij n_j
+
+    A worker for which all these n_j are 0 keeps its model. Leaves are then sent times
+    n_j, in float32 at least.
+
     Args:
       topology: exchanges of the rounds, taken in turn.
       every: H, the steps from one round to the next.
@@ -137,11 +148,15 @@ class Rounds:
         the anchor to the average.
       merge: how a worker continues from the anchor: `replace`, `shift` or `blend(c)`.
       compression: how messages are encoded; None sends leaves unencoded.
+      count_tokens: function that counts the tokens, or examples, of each worker in a
+        batch, as in `gossip.Quorum`; here it is traced, with one worker. None gives all
+        workers the same weight.
 
     Raises:
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
         empty, the delay is longer than H, there is an outer optimizer, but no local
-        step between rounds, or the compression does not fit the exchanges.
+        step between rounds, or the compression does not fit the exchanges or is given
+        with `count_tokens`.
       TypeError: if a part has the wrong type.
 
     Examples:
@@ -160,6 +175,7 @@ class Rounds:
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
     compression: Compression | None = None
+    count_tokens: Count | None = None
 
     def __post_init__(self):
         if self.fragments is not None:
@@ -187,6 +203,13 @@ class Rounds:
             )
         if self.compression is not None:
             self.compression.check(self.schedule, self.outer is not None)
+        if self.count_tokens is not None:
+            check_call(self.count_tokens, "count_tokens", "batch")
+            if self.compression is not None:
+                raise ValueError(
+                    "means weighted by tokens send whole models: leave out the "
+                    f"compression or count_tokens, got {self.compression.kind.name}"
+                )
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -201,7 +224,8 @@ class Rounds:
     def averages_models(self) -> bool:
         """Whether each step averages whole models, and nothing else is kept."""
         is_whole = self.every == 1 and self.fragments is None and self.delay <= 1
-        is_bare = self.outer is None and self.compression is None
+        parts = self.outer, self.compression, self.count_tokens
+        is_bare = all(part is None for part in parts)
         return is_whole and is_bare and self.merge in (replace, shift)
 
     def travels(self, params: Any) -> Any:
@@ -275,12 +299,15 @@ class RoundState(NamedTuple):
       outer: state of the outer optimizer, for each fragment of the schedule.
       sent: leaves as last sent; empty if a round ends in the step in which it begins.
       coded: state of the compression; None without any.
+      tokens: of weighted means, the tokens since each fragment was last sent, and those
+        for which it was sent, float [2, P]; None without weights.
     """
 
     anchor: Leaves
     outer: tuple[Any, ...]
     sent: Leaves
     coded: Coded | None = None
+    tokens: jax.Array | None = None
 
 
 def check_rounds(rounds: Any) -> Rounds:
@@ -306,10 +333,37 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     coded = None
     if rounds.compression is not None:
         coded = init_coded(rounds.compression, leaves, is_late)
+    tokens = None
+    if rounds.count_tokens is not None:
+        tokens = jnp.zeros((2, len(parts)))
     if rounds.outer is None:
-        return RoundState({}, (), sent, coded)
+        return RoundState({}, (), sent, coded, tokens)
     outer = tuple(rounds.outer.init(wide(part)) for part in parts)
-    return RoundState(wide(leaves), outer, sent, coded)
+    return RoundState(wide(leaves), outer, sent, coded, tokens)
+
+
+def count_batch(rounds: Rounds, tokens: Any, batch: Any) -> Any:
+    """The `RoundState.tokens` of a worker that has trained on a batch.
+
+    Raises:
+      ValueError: if any batch has no tokens, or the count is not that of one worker.
+    """
+    if rounds.count_tokens is None:
+        return tokens
+    found = rounds.count_tokens(jax.tree.map(lambda x: x[None], batch))
+    number = jnp.asarray(found)
+    if number.shape != (1,):
+        raise ValueError(
+            "count_tokens must return a number for each worker of a stacked batch, [1] "
+            f"for one worker, got {list(number.shape)}"
+        )
+    is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found))
+    if is_known and not found[0] > 0:
+        raise ValueError(
+            f"count_tokens returned {found[0]} for any batch, a weight with which no "
+            "model would be averaged: return the positive number of its tokens"
+        )
+    return tokens.at[0].add(number[0].astype(tokens.dtype))
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
@@ -322,6 +376,11 @@ def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
             rounds.compression, leaves, carried.anchor, state.key, carried.coded
         )
         carried = carried._replace(coded=coded)
+    if carried.tokens is not None:
+        place = rounds.schedule.fragments.index(fragment)
+        new, zero = carried.tokens[0, place], jnp.zeros((), carried.tokens.dtype)
+        tokens = carried.tokens.at[:, place].set(jnp.stack([zero, new]))
+        carried = carried._replace(tokens=tokens)
     return state._replace(extra=carried._replace(sent=carried.sent | leaves))
 
 
@@ -340,7 +399,10 @@ def receive(
     Returns:
       The state with the model after the round, and the new anchor and outer state.
     """
-    carried, new = state.extra, mixed
+    carried: RoundState = state.extra
+    if carried.tokens is not None:
+        mixed = _by_tokens(mixed, carried.sent)
+    new = mixed
     if carried.coded is not None:
         assert rounds.compression is not None
         coded, new = decode_leaves(
@@ -376,13 +438,41 @@ def foreign_state(extra: Any) -> TypeError:
     )
 
 
-def travelling(fragment: Fragment, state: WorkerState) -> Any:
-    """What the exchange of a round averages: leaves, or pairs of leaf and message."""
+def _by_tokens(mixed: Leaves, sent: Leaves) -> Leaves:
+    """`sum_j W_ij n_j x_j / sum_j W_ij n_j` from the two sums, or the leaf as sent."""
+    total = mixed[TOKENS]
+    number, leaves = jnp.where(total > 0, total, 1), mixed.items()
+    return {
+        n: jnp.where(total > 0, x / number.astype(x.dtype), sent[n].astype(x.dtype))
+        for n, x in leaves
+        if n != TOKENS
+    }
+
+
+def travelling(rounds: Rounds, fragment: Fragment, state: WorkerState) -> Any:
+    """What the exchange of a round averages: leaves, or pairs of leaf and message.
+
+    Of weighted means leaves times the worker's tokens, and the tokens.
+    """
     carried: RoundState = state.extra
     numbers = leaves_of(fragment, state.params)
+    if carried.tokens is not None:
+        tokens = carried.tokens[..., 1, rounds.schedule.fragments.index(fragment)]
+        return _weighed({n: carried.sent[n] for n in numbers}, tokens)
     if carried.coded is None:
         return {n: carried.sent[n] for n in numbers}
     return {n: (carried.sent[n], carried.coded.messages[n]) for n in numbers}
+
+
+@jax.jit
+def _weighed(leaves: Leaves, tokens: jax.Array) -> Leaves:
+    """Leaves times tokens, and the tokens; of one worker, or stacked."""
+
+    def weighed(x: jax.Array) -> jax.Array:
+        rows = jnp.expand_dims(tokens, tuple(range(tokens.ndim, x.ndim)))
+        return x.astype(sum_dtype(x)) * rows.astype(sum_dtype(x))
+
+    return {n: weighed(x) for n, x in leaves.items()} | {TOKENS: tokens}
 
 
 def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
@@ -403,7 +493,8 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
             return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
             return functools.partial(mix_workers, shards=rounds.travels(shards))
-        specs = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
+        found = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
+        specs = dict(enumerate(found)) | {TOKENS: PartitionSpec()}
         return functools.partial(_mix_shards, specs)
     if shards is not None:
         raise ValueError(
@@ -433,7 +524,7 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
 
 
 def _mix_shards(
-    specs: list[PartitionSpec], leaves: Leaves, exchange: Exchange
+    specs: dict[int, PartitionSpec], leaves: Leaves, exchange: Exchange
 ) -> Leaves:
     of_leaves = {number: specs[number] for number in leaves}
     return mix_workers(leaves, exchange, shards=of_leaves)

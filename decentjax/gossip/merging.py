@@ -430,7 +430,17 @@ def sends_changes(rounds: Rounds) -> bool:
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:
-    """Raises a ValueError if messages that must not be lost would not be waited for."""
+    """Raises a ValueError for rounds that peers cannot have.
+
+    Those whose messages must not be lost, and would not be waited for, or whose means
+    are weighted, but not by a quorum.
+    """
+    if rounds.count_tokens is not None:
+        raise ValueError(
+            "between peers a quorum weighs means by tokens: use "
+            'merge=gossip.Quorum(weights="tokens", count_tokens=...), and leave out '
+            "count_tokens of the rounds"
+        )
     if sends_changes(rounds) and patience < math.inf:
         raise ValueError(
             "drift, copies and gradient tracking sum what is sent, and a lost message "

@@ -93,6 +93,11 @@ class Carrier:
                 f"topology's {schedule.num_workers} workers, got {dict(mesh.shape)}"
             )
         check_encodes(rounds.compression, mesh)
+        if rounds.count_tokens is not None and message_dtype is not None:
+            raise ValueError(
+                "a message_dtype would round the weights of means weighted by tokens: "
+                f"leave it at None, got {message_dtype}"
+            )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
         self._engine, self._schedule, self._mesh = SharedEngine(), schedule, mesh

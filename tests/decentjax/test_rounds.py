@@ -33,10 +33,12 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
-from decentjax.gossip import Background
+from decentjax.gossip import Background, count_examples
+from decentjax.gossip.merging import check_whole
 from decentjax.plan import schedule_of, worker_step
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, send
 from decentjax.schedule import Event, Round, every
+from decentjax.tracking import Tracking
 from decentjax.train_step import TrainStep
 from tests import hlo, oracles
 from tests.quadratics import (
@@ -205,6 +207,135 @@ def test_a_late_round_keeps_what_a_worker_has_learned_since():
         x = x - RATE * gradient
         wanted.append(x)
     close(run(how, n, 14), wanted)
+
+
+def tokens(batch):
+    """Of each worker in a batch of quadratics: 0 to some 10."""
+    return jnp.floor(4 * jnp.abs(batch[:, 0, 0]))
+
+
+GRAPHS = {
+    "complete": (topology.complete, oracles.complete),
+    "ring": (topology.ring, oracles.ring),
+}
+
+
+@pytest.mark.draw(4)
+@EITHER_WAY
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_means_are_weighted_by_the_tokens_since_the_last_round(n, graph, where):
+    of_graph, matrices = GRAPHS[graph]
+    x, wanted, since = initial(n), [], np.zeros(n)
+    for t, batch in enumerate(targets(n, 11)):
+        x = x - RATE * CURVATURE * (x - batch)
+        since += np.floor(4 * np.abs(batch[:, 0]))
+        if t % 3 == 2:
+            x = oracles.weighted_mean(matrices(n)[0], since, x)
+            since[:] = 0
+        wanted.append(x)
+    close(run(Rounds(of_graph(n), 3, count_tokens=tokens), n, 11, where), wanted)
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_each_fragment_is_weighted_by_the_tokens_since_it_was_sent(n, where):
+    """Late, with an outer optimizer; what is trained in flight counts next time."""
+    period, delay = 5, 3
+    how = methods.streaming_diloco(n, model(), period, 2, delay, 0.25)
+    how = dataclasses.replace(how, outer=optax.sgd(0.6), count_tokens=tokens)
+    x, wanted, under_way = initial(n), [], {}
+    anchor, since = initial(n), {0: np.zeros(n), 2: np.zeros(n)}
+    for t, batch in enumerate(targets(n, 17)):
+        for part, first in ((A, 0), (B, 2)):
+            if t % period == first:
+                under_way[t + delay - 1] = part, x[:, part].copy(), since[first]
+                since[first] = np.zeros(n)
+        gradient = CURVATURE * (x - batch)
+        if t in under_way:
+            part, sent, weights = under_way.pop(t)
+            mean = oracles.weighted_mean(oracles.complete(n)[0], weights, sent)
+            anchor[:, part] -= 0.6 * (anchor[:, part] - mean)
+            x = x.copy()
+            x[:, part] = 0.25 * x[:, part] + 0.75 * anchor[:, part]
+        x = x - RATE * gradient
+        for counts in since.values():
+            counts += np.floor(4 * np.abs(batch[:, 0]))
+        wanted.append(x)
+    close(run(how, n, 17, where), wanted)
+
+
+def averaged_once(how, models, batch):
+    """Models after a round, of workers that do not train."""
+    state = init_state(models[0], optax.sgd(0.0), jax.random.key(0), how)
+    still = lambda state, batch, mixed: (state._replace(params=mixed), {})  # noqa: E731
+    state, _ = simulate(still, how)(state._replace(params=models + 0), batch, 0)
+    return state.params
+
+
+def test_by_examples_a_mean_of_unequal_shards_is_that_of_federated_averaging():
+    models, batch = jnp.array([1.0, 4.0]), {"mask": jnp.array([[1, 0, 0], [1, 1, 1]])}
+    plain = Rounds(topology.complete(2))
+    how = dataclasses.replace(plain, count_tokens=lambda batch: batch["mask"].sum(1))
+    np.testing.assert_array_equal(averaged_once(plain, models, batch), [2.5, 2.5])
+    np.testing.assert_array_equal(averaged_once(how, models, batch), [3.25, 3.25])
+    nothing = {"mask": jnp.zeros((2, 3))}
+    np.testing.assert_array_equal(averaged_once(how, models, nothing), models)
+    narrow = averaged_once(how, models.astype(jnp.bfloat16), batch)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow, [3.25, 3.25])
+
+
+WEIGHTED = Rounds(topology.complete(2), count_tokens=count_examples)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: averaged_once(WEIGHTED, jnp.ones(2), jnp.zeros((2, 0))),
+            "count_tokens returned 0 for any batch, .* return the positive number",
+        ),
+        (
+            lambda: averaged_once(
+                Rounds(topology.complete(2), count_tokens=lambda batch: 3),
+                jnp.ones(2),
+                jnp.zeros((2, 1)),
+            ),
+            r"a number for each worker .* got \[\]",
+        ),
+        (
+            lambda: encoded(WEIGHTED, int8()),
+            "send whole models: leave out the compression or .* got error_feedback",
+        ),
+        (
+            lambda: simulate(bind(SGD), WEIGHTED, mix=lambda *_: None),
+            "gossip.Background without mix, or leave out count_tokens",
+        ),
+        (
+            lambda: Background(
+                bind(SGD), WEIGHTED, worker_mesh(2), message_dtype="bfloat16"
+            ),
+            "would round the weights .* leave it at None, got bfloat16",
+        ),
+        (
+            lambda: check_whole(WEIGHTED, 0.0),
+            r'use merge=gossip.Quorum\(weights="tokens"',
+        ),
+        (
+            lambda: Tracking(topology.ring(2), count_tokens=count_examples),
+            "no compression and no count_tokens, got shift .* 0, count_tokens",
+        ),
+        (
+            lambda: Rounds(topology.ring(2), count_tokens=lambda: [1]),
+            r"count_tokens is called as count_tokens\(batch\)",
+        ),
+    ],
+)
+def test_weights_without_sense_are_refused(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
 
 
 EXPONENTIAL = topology.alternating_exponential_ring(4, 1)
@@ -534,8 +665,9 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
         Rounds(topology.ring(4), 2, delay=1),
         Rounds(topology.ring(4)),
         methods.gradient_tracking(topology.ring(4)),
+        Rounds(topology.ring(4), 2, delay=1, count_tokens=tokens),
     ],
-    ids=["diloco", "streaming", "shift", "each step", "tracking"],
+    ids=["diloco", "streaming", "shift", "each step", "tracking", "weighted"],
 )
 def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
     """The matrix is sharded over two devices, which send their shards alone."""
@@ -551,7 +683,7 @@ def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
         params = model(jnp.float64)
         state = init_state(params, SGD, jax.random.key(0), how)
         state = jax.tree.map(put, state)
-        train_step = on_mesh(bind(SGD), how, mesh, mix=default_mix(how, shards))
+        train_step = on_mesh(bind(SGD), how, mesh, shards=shards)
         for t, batch in enumerate(targets(4, 11)):
             state, _ = train_step(state, put(jnp.asarray(batch[:, None])), t)
             np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
@@ -698,10 +830,13 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
         Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), rate=0.5)),
         methods.gradient_tracking(RING),
         methods.gradient_tracking(RING, 3, delay=2),
+        Rounds(RING, 2, count_tokens=tokens),
+        Rounds(topology.complete(4), 3, delay=2, count_tokens=tokens),
     ],
     ids=[
         *("diloco", "noloco", "streaming", "shift", "each step", "after", "blend"),
         *("int8", "drift", "copy", "tracking", "late tracking"),
+        *("weighted", "late weighted"),
     ],
 )
 def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
