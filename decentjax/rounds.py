@@ -11,10 +11,11 @@ Without an outer optimizer there is no anchor, and z' = q. `send` and `receive` 
 worker's code; `decentjax.plan` places them around the local update.
 """
 
+import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -54,6 +55,8 @@ Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Count = Callable[[Any], Sequence[int]]
 """Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
 TOKENS = -1  # In the place of the number of a leaf.
+Stacked = Mapping[int, int] | tuple[tuple[int, int], ...]
+"""How many rows each stacked leaf has, by its number."""
 
 
 def mix_workers(params: Any, exchange: Exchange, **options: Any) -> Any:
@@ -151,12 +154,15 @@ class Rounds:
       count_tokens: function that counts the tokens, or examples, of each worker in a
         batch, as in `gossip.Quorum`; here it is traced, with one worker. None gives all
         workers the same weight.
+      stacked: number of rows, by number, of leaves whose rows along the leading dim,
+        such as layers, count as leaves: fragments then name the leaves that the model
+        would have with a list of its rows in the place of such a leaf.
 
     Raises:
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
         empty, the delay is longer than H, there is an outer optimizer, but no local
-        step between rounds, or the compression does not fit the exchanges or is given
-        with `count_tokens`.
+        step between rounds, the compression does not fit the exchanges or is given
+        with `count_tokens`, or the rows of a stacked leaf are all in one fragment.
       TypeError: if a part has the wrong type.
 
     Examples:
@@ -176,11 +182,15 @@ class Rounds:
     merge: Merge = shift
     compression: Compression | None = None
     count_tokens: Count | None = None
+    stacked: Stacked = ()
 
     def __post_init__(self):
+        stacked = tuple(sorted(dict(self.stacked).items()))
+        object.__setattr__(self, "stacked", stacked)
         if self.fragments is not None:
             fragments = tuple(tuple(leaves) for leaves in self.fragments)
             object.__setattr__(self, "fragments", fragments)
+        _check_cuts(self.fragments or (), stacked)
         if self.outer is not None:
             check_optimizer(self.outer)
         if not callable(self.merge):
@@ -254,15 +264,20 @@ class Rounds:
         return local
 
 
-def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]]:
+def cut_leaves(
+    sizes: Sequence[int], num_fragments: int, stacked: Stacked = ()
+) -> list[tuple[int, ...]]:
     """Returns fragments of consecutive leaves, of about equal size.
 
-    A leaf belongs to the fragment in which its middle lies.
+    A leaf belongs to the fragment in which its middle lies. Stacked leaves are cut into
+    layers, in the place of the first of them: row k of all of them is one layer, and
+    stays together.
 
     Args:
       sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for a leaf that is
         not float, and never sent.
       num_fragments: P.
+      stacked: as in `Rounds`, which takes the same.
 
     Raises:
       ValueError: if a fragment gets no leaf.
@@ -271,7 +286,10 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
       >>> from decentjax import rounds
       >>> rounds.cut_leaves([100, 50, 50, 200], num_fragments=2)
       [(0, 1, 2), (3,)]
+      >>> rounds.cut_leaves([100, 200, 200], 2, stacked={1: 2, 2: 2})
+      [(0, 1, 3), (2, 4)]
     """
+    numbers, sizes = _in_layers(sizes, dict(stacked))
     if num_fragments < 1 or not sum(sizes):
         raise ValueError(
             "wanted leaves to split into at least 1 fragment, got "
@@ -280,15 +298,75 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     ends = np.cumsum(sizes)
     middles = ends - np.array(sizes) / 2
     parts = (middles * num_fragments / ends[-1]).astype(int).clip(max=num_fragments - 1)
-    found = [tuple(np.flatnonzero(parts == p).tolist()) for p in range(num_fragments)]
+    found = [np.flatnonzero(parts == p) for p in range(num_fragments)]
     empty = [p for p, part in enumerate(found) if not sum(sizes[n] for n in part)]
     if empty:
         raise ValueError(
             f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "
             f"of the {len(sizes)} leaves has {max(sizes) / ends[-1]:.0%} of the model; "
-            "use fewer fragments"
+            "use fewer fragments, or name leaves that are layers stacked in one as "
+            "stacked"
         )
-    return found
+    return [tuple(sorted(n for unit in part for n in numbers[unit])) for part in found]
+
+
+def _in_layers(
+    sizes: Sequence[int], stacked: dict[int, int]
+) -> tuple[list[list[int]], list[int]]:
+    """The numbers of each leaf, and of the rows of each layer; and their sizes."""
+    first, number = min(stacked, default=0), 0
+    numbers, of_unit = collections.defaultdict(list), collections.Counter()
+    for leaf, size in enumerate(sizes):
+        places = [(first, row) for row in range(stacked.get(leaf, 0))]
+        places = places if leaf in stacked else [(leaf, 0)]
+        for place in places:
+            numbers[place].append(number)
+            of_unit[place] += size // len(places)
+            number += 1
+    order = sorted(numbers)
+    return [numbers[place] for place in order], [of_unit[place] for place in order]
+
+
+def stacked_rows(params: Any, numbers: Iterable[int]) -> dict[int, int]:
+    """The number of rows of leaves, for `Rounds.stacked`.
+
+    Raises:
+      ValueError: if there is no such leaf, or it has no dims.
+    """
+    shapes = dict(enumerate(jnp.shape(x) for x in jax.tree.leaves(params)))
+    wrong = [number for number in numbers if not shapes.get(number)]
+    if wrong:
+        raise ValueError(
+            "stacked leaves are named by number, and their leading dim is that of the "
+            f"layers, got {wrong}, and the shapes of the leaves are {shapes}"
+        )
+    return {number: shapes[number][0] for number in numbers}
+
+
+def place_of(stacked: Stacked, number: int) -> tuple[int, int | None]:
+    """The leaf of a model, and if that is stacked its row, by a number of fragments."""
+    more = 0
+    for leaf, rows in dict(stacked).items():
+        row = number - leaf - more
+        if row < 0:
+            break
+        if row < rows:
+            return leaf, row
+        more += rows - 1
+    return number - more, None
+
+
+def _check_cuts(fragments: Sequence[Sequence[int]], stacked: Stacked) -> None:
+    """Raises a ValueError for a stacked leaf that no fragment cuts."""
+    place, more = {n: p for p, part in enumerate(fragments) for n in part}, 0
+    for leaf, rows in dict(stacked).items():
+        numbers = range(leaf + more, leaf + more + rows)
+        more += rows - 1
+        if len({place.get(number) for number in numbers}) < 2:
+            raise ValueError(
+                f"the {rows} rows of the stacked leaf {leaf} are in one fragment, and "
+                "none cuts it: use more fragments, or leave it out of stacked"
+            )
 
 
 class RoundState(NamedTuple):
@@ -322,7 +400,13 @@ def check_rounds(rounds: Any) -> Rounds:
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     """The first state of a worker in rounds of its params."""
     check_arrays(params, "init")
-    parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
+    wanted = dict(rounds.stacked)
+    if (found := stacked_rows(params, wanted)) != wanted:
+        raise ValueError(
+            f"stacked must say how many rows leaves of the model have, {found} by "
+            f"number, got {wanted}"
+        )
+    parts = [_leaves_to_send(rounds, one, params) for one in rounds.schedule.fragments]
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.delay > 1
 
@@ -369,7 +453,7 @@ def count_batch(rounds: Rounds, tokens: Any, batch: Any) -> Any:
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
     """Begins a round: the state with its current leaves, encoded or not."""
     carried: RoundState = state.extra
-    leaves = leaves_of(fragment, state.params)
+    leaves = leaves_of(rounds, fragment, state.params)
     if carried.coded is not None:
         assert rounds.compression is not None
         coded = encode_leaves(
@@ -414,9 +498,9 @@ def receive(
         new, carried = _move_anchor(rounds.outer, place, new, carried)
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
-        sent = carried.sent[number]
-        merged = rounds.merge(leaves[number], sent, new[number])
-        leaves[number] = merged.astype(sent.dtype)
+        sent, place = carried.sent[number], place_of(rounds.stacked, number)
+        merged = rounds.merge(_at(leaves, *place), sent, new[number])
+        _put(merged.astype(sent.dtype), leaves, *place)
     # As in `mix`.
     params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
     return state._replace(params=params, extra=carried)
@@ -455,7 +539,7 @@ def travelling(rounds: Rounds, fragment: Fragment, state: WorkerState) -> Any:
     Of weighted means leaves times the worker's tokens, and the tokens.
     """
     carried: RoundState = state.extra
-    numbers = leaves_of(fragment, state.params)
+    numbers = [n for n in carried.sent if fragment is None or n in fragment]
     if carried.tokens is not None:
         tokens = carried.tokens[..., 1, rounds.schedule.fragments.index(fragment)]
         return _weighed({n: carried.sent[n] for n in numbers}, tokens)
@@ -493,9 +577,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
             return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
             return functools.partial(mix_workers, shards=rounds.travels(shards))
-        found = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
-        specs = dict(enumerate(found)) | {TOKENS: PartitionSpec()}
-        return functools.partial(_mix_shards, specs)
+        return functools.partial(_mix_shards, _specs(rounds, shards))
     if shards is not None:
         raise ValueError(
             "encoded leaves take their shards from the compression: use "
@@ -521,6 +603,23 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
         return average(coded, exchange, axis_name=axis_name or bound_axis(), **options)
 
     return averaged
+
+
+def _specs(rounds: Rounds, shards: Any) -> dict[int, PartitionSpec]:
+    """Partition specs by number, of rows without their leading dim."""
+    found = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
+    specs = {TOKENS: PartitionSpec()}
+    for number in range(_num_leaves(rounds, found)):
+        leaf, row = place_of(rounds.stacked, number)
+        spec = found[leaf]
+        if row is not None and any(spec[:1]):
+            raise ValueError(
+                f"the rows of a stacked leaf lie on all devices of a slice, but leaf "
+                f"{leaf} is sharded as {spec}: shard another dim, or leave it out of "
+                "stacked"
+            )
+        specs[number] = spec if row is None else PartitionSpec(*spec[1:])
+    return specs
 
 
 def _mix_shards(
@@ -553,30 +652,48 @@ def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
     return state._replace(extra=state.extra._replace(sent={}, coded=coded))
 
 
-def leaves_of(fragment: Fragment, params: Any) -> Leaves:
+def leaves_of(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
     """The leaves of a fragment that exchanges change, by number.
 
     Raises:
       ValueError: if the model has no such leaf.
     """
     leaves = jax.tree.leaves(params)
-    numbers = range(len(leaves)) if fragment is None else fragment
-    if max(numbers, default=-1) >= len(leaves):
+    count = _num_leaves(rounds, leaves)
+    numbers = range(count) if fragment is None else fragment
+    if max(numbers, default=-1) >= count:
         raise ValueError(
             f"the schedule sends leaf {max(numbers)}, counted from 0, and the model "
-            f"has {len(leaves)}; inside optax.masked, only those that it leaves count"
+            f"has {count}; inside optax.masked, only those that it leaves count"
         )
 
     def is_array(x: Any) -> bool:  # Or the shape of one.
         return hasattr(x, "dtype")
 
     arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
-    return {n: arrays[n] for n in numbers if is_mixed(arrays[n])}
+    found = {n: _at(arrays, *place_of(rounds.stacked, n)) for n in numbers}
+    return {n: x for n, x in found.items() if is_mixed(x)}
 
 
-def _leaves_to_send(fragment: Fragment, params: Any) -> Leaves:
+def _num_leaves(rounds: Rounds, leaves: Sequence[Any]) -> int:
+    """The number of leaves, with the rows of stacked ones in their place."""
+    return len(leaves) + sum(rows - 1 for rows in dict(rounds.stacked).values())
+
+
+def _at(leaves: list[Any], leaf: int, row: int | None) -> Any:
+    whole = leaves[leaf]
+    return whole if row is None else lax.index_in_dim(whole, row, keepdims=False)
+
+
+def _put(x: jax.Array, leaves: list[Any], leaf: int, row: int | None) -> None:
+    if row is not None:
+        x = lax.dynamic_update_index_in_dim(leaves[leaf], x, row, 0)
+    leaves[leaf] = x
+
+
+def _leaves_to_send(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
     """The leaves of a fragment that exchanges change, at least one."""
-    leaves = leaves_of(fragment, params)
+    leaves = leaves_of(rounds, fragment, params)
     if not leaves:
         raise ValueError(
             "exchanges average floats, and there is none among the leaves "

@@ -432,9 +432,14 @@ def sends_changes(rounds: Rounds) -> bool:
 def check_whole(rounds: Rounds, patience: float) -> None:
     """Raises a ValueError for rounds that peers cannot have.
 
-    Those whose messages must not be lost, and would not be waited for, or whose means
-    are weighted, but not by a quorum.
+    Those whose messages must not be lost, and would not be waited for, whose means are
+    weighted, but not by a quorum, or with stacked leaves.
     """
+    if rounds.stacked:
+        raise ValueError(
+            "peers send whole leaves: leave out stacked of the rounds, or use on_mesh "
+            "or gossip.Background"
+        )
     if rounds.count_tokens is not None:
         raise ValueError(
             "between peers a quorum weighs means by tokens: use "

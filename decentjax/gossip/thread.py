@@ -221,7 +221,15 @@ class Beside(Closing):
         if not self._is_of_models:
             check_carried(state)
             fragments = self._rounds.schedule.fragments
-            return [tuple(leaves_of(one, state.params)) for one in fragments]
+            rows = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params
+            )
+            numbers = functools.partial(leaves_of, self._rounds)
+            found = [
+                jax.eval_shape(functools.partial(numbers, one), rows)
+                for one in fragments
+            ]
+            return [tuple(leaves) for leaves in found]
         if self._rounds.delay:
             return [stage.leaves for stage in self._stages(state, batch).groups]
         check_no_own_model(state.opt_state, "an exchange beside the step")

@@ -1,5 +1,6 @@
 """Methods of low communication against their papers' pseudocode, in float64 NumPy."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -45,6 +46,7 @@ from tests.quadratics import (
     CURVATURE,
     RATE,
     SGD,
+    START,
     A,
     B,
     bind,
@@ -156,6 +158,104 @@ def test_streaming_diloco_sends_fragments_and_blends_them_late(where):
         x = x - RATE * gradient
         wanted.append(x)
     close(run(how, n, 17, where), wanted)
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_fragments_cut_a_leaf_of_stacked_layers(n, where):
+    """The rows of the matrix are layers: of its two each is a fragment."""
+    period, delay, share = 5, 3, 0.25
+    how = methods.streaming_diloco(
+        n, model(), period, 3, delay, share, 0.6, 0.8, stacked=[1]
+    )
+    assert how.fragments == ((0,), (1,), (2,))
+    parts = [(A, 0), (slice(3, 5), 1), (slice(5, 7), 3)]
+    x, wanted, under_way = initial(n), [], {}
+    shared, velocity = x[0].copy(), np.zeros(7)
+    for t, batch in enumerate(targets(n, 17)):
+        for part, first in parts:
+            if t % period == first:
+                under_way[t + delay - 1] = part, x[:, part].copy()
+        gradient = CURVATURE * (x - batch)
+        if t in under_way:
+            part, sent = under_way.pop(t)
+            change = np.mean(shared[part] - sent, axis=0)
+            velocity[part] = 0.8 * velocity[part] + change
+            shared[part] -= 0.6 * (change + 0.8 * velocity[part])
+            x = x.copy()
+            x[:, part] = share * x[:, part] + (1 - share) * shared[part]
+        x = x - RATE * gradient
+        wanted.append(x)
+    close(run(how, n, 17, where), wanted)
+
+
+LAYERS = {"a": START[:2], "k": START[1:].reshape(3, 2), "l": -START[:3], "z": START[3:]}
+PLANS = {
+    "streaming": lambda n, params, stacked: methods.streaming_diloco(
+        n, params, 6, 3, 4, 0.5, 0.5, 0.5, stacked=stacked
+    ),
+    "encoded": lambda n, params, stacked: Rounds(
+        topology.ring(n),
+        5,
+        2,
+        [(0, 1, 4), (2, 5), (3, 6, 7)],
+        compression=error_feedback(int8()),
+        stacked={number: 3 for number in stacked},
+    ),
+    "weighted": lambda n, params, stacked: Rounds(
+        topology.complete(n),
+        4,
+        0,
+        [(1, 4), (0, 3, 6)],
+        count_tokens=count_examples,
+        stacked={number: 3 for number in stacked},
+    ),
+}
+
+
+def layers_loss(params, model_state, batch, key):
+    rows = [jnp.stack(x) if isinstance(x, list) else x for x in params.values()]
+    x = jnp.concatenate([x.ravel() for x in rows])
+    return jnp.sum((x - jnp.resize(batch, x.shape)) ** 2), (model_state, {})
+
+
+def trained_layers(how, params, n, where):
+    """The models after 11 steps."""
+    # Products with powers of two are exact, however a program fuses them with sums.
+    mesh, local = worker_mesh(n), local_update(layers_loss, optax.sgd(0.125))
+    with contextlib.ExitStack() as stack:
+        if where == "thread":
+            train_step = stack.enter_context(Background(local, how, mesh))
+        elif where == "mesh":
+            train_step = on_mesh(local, how, mesh)
+        else:
+            train_step = simulate(local, how)
+        state = train_step.init(params, jax.random.key(0))
+        for t, batch in enumerate(targets(n, 11)):
+            rows = jnp.float32(batch[:, None])
+            rows = rows if where == "simulated" else place(rows, mesh)
+            state, _ = train_step(state, rows, t)
+    return jax.device_get(state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(6)
+@pytest.mark.parametrize(
+    ("where", "n"),
+    [*(("simulated", n) for n in (1, 2, 3, 5, 8)), ("mesh", 3), ("thread", 2)],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_stacked_layers_have_the_numbers_of_layers_apart(plan, where, n):
+    """Bit for bit, also of encoded ones, whose random numbers are those of the row."""
+    params = jax.tree.map(jnp.float32, LAYERS)
+    apart = {k: list(x) if k in "kl" else x for k, x in params.items()}
+    stacked = PLANS[plan](n, params, [1, 2])
+    alone = dataclasses.replace(stacked, stacked=())
+    found = trained_layers(stacked, params, n, where)
+    wanted = trained_layers(alone, apart, n, where)
+    wanted = {k: np.stack(x, 1) if k in "kl" else x for k, x in wanted.items()}
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_of_the_merging_step_streaming_diloco_keeps_the_whole_update():
@@ -427,6 +527,8 @@ def test_leaves_are_cut_into_fragments_of_about_equal_size():
     assert rounds.cut_leaves([1, 1, 1, 1], 2) == [(0, 1), (2, 3)]
     assert rounds.cut_leaves([4, 1, 1, 2], 2) == [(0,), (1, 2, 3)]
     assert rounds.cut_leaves([5], 1) == [(0,)]
+    layers = rounds.cut_leaves([80, 48, 384, 7], 3, stacked={1: 6, 2: 6})
+    assert layers == [(0, 1, 7), (2, 3, 4, 8, 9, 10), (5, 6, 11, 12, 13)]
     generator = np.random.default_rng(0)
     for _ in range(50):
         sizes = generator.integers(1, 9, 60).tolist()
@@ -486,6 +588,35 @@ def run_without_extra():
         (
             lambda: init_rounds(Rounds(RING, 4), COUNTED[1:]),
             "there is none among the leaves of the model, whose round",
+        ),
+        (
+            lambda: Rounds(RING, 4, 1, [(0, 1), (2,)], stacked={0: 2}),
+            "rows of the stacked leaf 0 are in one fragment, and none cuts it: use",
+        ),
+        (
+            lambda: Rounds(RING, 4, stacked={0: 2}),
+            "the stacked leaf 0 are in one fragment",
+        ),
+        (
+            lambda: init_rounds(
+                Rounds(RING, 4, 1, [(0,), (1,)], stacked={0: 2}), model()
+            ),
+            "how many rows leaves of the model have, {0: 3} by number, got {0: 2}",
+        ),
+        (
+            lambda: methods.streaming_diloco(2, COUNTED, 4, 2, 1, stacked=[1, 2]),
+            r"leading dim is that of the layers, got \[1, 2\], .* {0: \(3,\), 1: \(\)}",
+        ),
+        (
+            lambda: default_mix(
+                Rounds(RING, 4, 1, [(0,), (1,)], stacked={0: 2}),
+                {"a": PartitionSpec("model")},
+            ),
+            "leaf 0 is sharded as .*: shard another dim",
+        ),
+        (
+            lambda: check_whole(Rounds(RING, 4, 1, [(0,)], stacked={0: 2}), 0.0),
+            "peers send whole leaves: leave out stacked",
         ),
     ],
 )
@@ -666,8 +797,12 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
         Rounds(topology.ring(4)),
         methods.gradient_tracking(topology.ring(4)),
         Rounds(topology.ring(4), 2, delay=1, count_tokens=tokens),
+        Rounds(topology.complete(4), 2, 1, [(0, 1), (2,)], stacked={1: 2}),
     ],
-    ids=["diloco", "streaming", "shift", "each step", "tracking", "weighted"],
+    ids=[
+        *("diloco", "streaming", "shift", "each step", "tracking"),
+        *("weighted", "stacked"),
+    ],
 )
 def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
     """The matrix is sharded over two devices, which send their shards alone."""

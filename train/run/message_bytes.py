@@ -53,7 +53,9 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
         state = WorkerState(params, (), (), jax.random.key(0), rounds.init(params))
         return rounds.pack(state).params
 
-    leaves = leaves_of(fragment, jax.eval_shape(packed, model)).values()
+    leaves = jax.eval_shape(
+        lambda params: leaves_of(rounds, fragment, packed(params)), model
+    ).values()
     if rounds.compression is None:
         return sum(x.size * x.dtype.itemsize for x in leaves)
     return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)
