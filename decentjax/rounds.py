@@ -416,6 +416,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     sent = {n: jnp.array(x, x.dtype) for n, x in leaves.items()} if is_late else {}
     coded = None
     if rounds.compression is not None:
+        rounds.compression.check_leaves(_num_leaves(rounds, jax.tree.leaves(params)))
         coded = init_coded(rounds.compression, leaves, is_late)
     tokens = None
     if rounds.count_tokens is not None:

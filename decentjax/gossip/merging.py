@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.norms import norm_of, sums_of_squares
-from decentjax.codec import mean_encoded
+from decentjax.codec import mean_encoded, of_leaf
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
 from decentjax.gossip.batches_read import Ledger
@@ -408,8 +408,11 @@ class Form(NamedTuple):
         assert self.compression is not None
         codec = self.compression.codec
         messages = jax.tree.unflatten(self.structure, [x[0] for x in rows])
-        pairs = zip(messages.values(), self.leaves, strict=True)
-        return [codec.decode(message, shape)[None] for message, shape in pairs]
+        pairs = zip(messages.items(), self.leaves, strict=True)
+        return [
+            of_leaf(codec, number).decode(message, shape)[None]
+            for (number, message), shape in pairs
+        ]
 
 
 def form_of(compression: Compression | None, leaves: Leaves) -> tuple[Form, list[Any]]:

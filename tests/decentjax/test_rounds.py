@@ -37,7 +37,7 @@ from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Background, count_examples
 from decentjax.gossip.merging import check_whole
 from decentjax.plan import schedule_of, worker_step
-from decentjax.rounds import Rounds, blend, default_mix, init_rounds, send
+from decentjax.rounds import Rounds, blend, default_mix, init_rounds, replace, send
 from decentjax.schedule import Event, Round, every
 from decentjax.tracking import Tracking
 from decentjax.train_step import TrainStep
@@ -590,6 +590,18 @@ def run_without_extra():
             "there is none among the leaves of the model, whose round",
         ),
         (
+            lambda: init_rounds(
+                Rounds(RING, 4, compression=copies([None, int8(), int8()])), model()
+            ),
+            "a codec or None for each of the 2 leaves of the model, got 3",
+        ),
+        (lambda: drift({"a": None, "b": "int8"}), "a tree of them .* got 'int8'"),
+        (lambda: drift(None), "wanted a Codec, .* got None"),
+        (
+            lambda: error_feedback({"a": None, "b": int2()}),
+            "int2 in blocks of 64 keeps 0.5 of a number",
+        ),
+        (
             lambda: Rounds(RING, 4, 1, [(0, 1), (2,)], stacked={0: 2}),
             "rows of the stacked leaf 0 are in one fragment, and none cuts it: use",
         ),
@@ -824,6 +836,68 @@ def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
             np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
 
 
+OF_LEAVES = {"a": None, "b": top_k(0.5)}
+
+
+def largest_half(x):
+    """The two largest of the four numbers of each worker."""
+    places = np.argsort(-np.abs(x), axis=1)[:, :2]
+    found = np.zeros_like(x)
+    np.put_along_axis(found, places, np.take_along_axis(x, places, 1), 1)
+    return found
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_each_leaf_has_the_codec_and_the_rate_of_its_own(n, where):
+    """Copies: of leaf a, unencoded, the rate is 1, and of the other what it keeps."""
+    x, wanted, w = initial(n), [], oracles.ring(n)[0]
+    known, moved, sent = initial(n), np.zeros((n, 7)), np.zeros((n, 7))
+    for t, batch in enumerate(targets(n, 11)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 2:
+            sent[:, A], sent[:, B] = (x - known)[:, A], largest_half((x - known)[:, B])
+            known += sent
+            moved += w @ sent - sent
+            x = x + moved * np.repeat([1, 0.5], [3, 4])
+        wanted.append(x)
+    how = Rounds(topology.ring(n), 2, compression=copies(OF_LEAVES))
+    close(run(how, n, 11, where), wanted)
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_drifts_of_a_leaf_may_travel_unencoded(n, where):
+    x, wanted, error = initial(n), [], np.zeros((n, 4))
+    anchor = initial(n)
+    for t, batch in enumerate(targets(n, 13)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 3 == 2:
+            drifts = x - anchor
+            payload = drifts[:, B] + error
+            drifts[:, B] = largest_half(payload)
+            error = payload - drifts[:, B]
+            anchor = anchor + 0.7 * drifts.mean(0)
+            x = anchor.copy()
+        wanted.append(x)
+    outer, graph = optax.sgd(0.7), topology.complete(n)
+    how = Rounds(graph, 3, 0, None, outer, replace, drift(OF_LEAVES))
+    close(run(how, n, 13, where), wanted)
+
+
+def test_the_bytes_of_each_leaf_are_those_of_its_codec():
+    compression = error_feedback({"a": None, "b": int8()})
+    how = Rounds(topology.ring(4), 2, delay=1, compression=compression)
+    state = place(init_state(model(), SGD, jax.random.key(0), how), worker_mesh(4))
+    batch = place(jnp.zeros((4, 1, 7)), worker_mesh(4))
+    lowered = on_mesh(bind(SGD), how, worker_mesh(4)).lower(state, batch, 0)
+    sent = hlo.traffic(lowered.compile().as_text(), 4, 1).worker_bytes
+    # To two peers: three numbers of four bytes; four of one byte, and their scale.
+    np.testing.assert_array_equal(sent, 2 * (3 * 4 + 4 + 4))
+
+
 def columns_loss(params, model_state, batch, key):
     """As `loss_fn`, of a model whose matrix may be two leaves."""
     if "b" not in params:
@@ -963,6 +1037,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
             compression=drift(top_k(0.5), keep=0.9),
         ),
         Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), rate=0.5)),
+        Rounds(RING, 2, delay=2, compression=copies(OF_LEAVES)),
         methods.gradient_tracking(RING),
         methods.gradient_tracking(RING, 3, delay=2),
         Rounds(RING, 2, count_tokens=tokens),
@@ -970,7 +1045,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
     ],
     ids=[
         *("diloco", "noloco", "streaming", "shift", "each step", "after", "blend"),
-        *("int8", "drift", "copy", "tracking", "late tracking"),
+        *("int8", "drift", "copy", "of leaves", "tracking", "late tracking"),
         *("weighted", "late weighted"),
     ],
 )
