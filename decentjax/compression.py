@@ -224,9 +224,9 @@ def error_feedback(
                 f"needs {LEAST_KEPT}, or models diverge: use copies on a graph that "
                 "never changes, drift with an outer optimizer, or codec.int8()"
             )
-    if rate is None:
-        rate = _rates(codecs, lambda one: 0.5 if one.keeps < 0.9 else 1.0)
-    return Compression(codecs, _OF_MODELS, keep, rate, shards)
+    rates = _rates(codecs, lambda one: 0.5 if one.keeps < 0.9 else 1.0)
+    rates = rates if rate is None else rate
+    return Compression(codecs, _OF_MODELS, keep, rates, shards)
 
 
 def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
@@ -42,7 +43,14 @@ from decentjax.exchange import Exchange, Topology
 from decentjax.loss import check_call
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
-from decentjax.schedule import Fragment, Schedule, every
+from decentjax.schedule import (
+    Fragment,
+    Schedule,
+    Stacked,
+    check_cuts,
+    every,
+    place_of,
+)
 from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.updates import Adapt
 
@@ -52,11 +60,9 @@ Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (leaf now, leaf as sent, leaf of the round) to the merged leaf."""
-Count = Callable[[Any], Sequence[int]]
+Count = Callable[[Any], Sequence[int] | jax.Array]
 """Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
 TOKENS = -1  # In the place of the number of a leaf.
-Stacked = Mapping[int, int] | tuple[tuple[int, int], ...]
-"""How many rows each stacked leaf has, by its number."""
 
 
 def mix_workers(params: Any, exchange: Exchange, **options: Any) -> Any:
@@ -190,7 +196,7 @@ class Rounds:
         if self.fragments is not None:
             fragments = tuple(tuple(leaves) for leaves in self.fragments)
             object.__setattr__(self, "fragments", fragments)
-        _check_cuts(self.fragments or (), stacked)
+        check_cuts(self.fragments or (), stacked)
         if self.outer is not None:
             check_optimizer(self.outer)
         if not callable(self.merge):
@@ -343,32 +349,6 @@ def stacked_rows(params: Any, numbers: Iterable[int]) -> dict[int, int]:
     return {number: shapes[number][0] for number in numbers}
 
 
-def place_of(stacked: Stacked, number: int) -> tuple[int, int | None]:
-    """The leaf of a model, and if that is stacked its row, by a number of fragments."""
-    more = 0
-    for leaf, rows in dict(stacked).items():
-        row = number - leaf - more
-        if row < 0:
-            break
-        if row < rows:
-            return leaf, row
-        more += rows - 1
-    return number - more, None
-
-
-def _check_cuts(fragments: Sequence[Sequence[int]], stacked: Stacked) -> None:
-    """Raises a ValueError for a stacked leaf that no fragment cuts."""
-    place, more = {n: p for p, part in enumerate(fragments) for n in part}, 0
-    for leaf, rows in dict(stacked).items():
-        numbers = range(leaf + more, leaf + more + rows)
-        more += rows - 1
-        if len({place.get(number) for number in numbers}) < 2:
-            raise ValueError(
-                f"the {rows} rows of the stacked leaf {leaf} are in one fragment, and "
-                "none cuts it: use more fragments, or leave it out of stacked"
-            )
-
-
 class RoundState(NamedTuple):
     """State of a worker between rounds, by number of the leaf.
 
@@ -442,7 +422,7 @@ def count_batch(rounds: Rounds, tokens: Any, batch: Any) -> Any:
             "count_tokens must return a number for each worker of a stacked batch, [1] "
             f"for one worker, got {list(number.shape)}"
         )
-    is_known = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(found))
+    is_known = not any(isinstance(x, Tracer) for x in jax.tree.leaves(found))
     if is_known and not found[0] > 0:
         raise ValueError(
             f"count_tokens returned {found[0]} for any batch, a weight with which no "
@@ -462,9 +442,9 @@ def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
         )
         carried = carried._replace(coded=coded)
     if carried.tokens is not None:
-        place = rounds.schedule.fragments.index(fragment)
-        new, zero = carried.tokens[0, place], jnp.zeros((), carried.tokens.dtype)
-        tokens = carried.tokens.at[:, place].set(jnp.stack([zero, new]))
+        part = rounds.schedule.fragments.index(fragment)
+        new, zero = carried.tokens[0, part], jnp.zeros((), carried.tokens.dtype)
+        tokens = carried.tokens.at[:, part].set(jnp.stack([zero, new]))
         carried = carried._replace(tokens=tokens)
     return state._replace(extra=carried._replace(sent=carried.sent | leaves))
 
