@@ -72,6 +72,21 @@ class Codec(NamedTuple):
     keeps: float = 0.0
 
 
+Codecs = Codec | tuple[Codec, ...]
+"""A codec of all leaves, or one for each, by number."""
+
+
+def of_leaf(codec: Codecs, number: int) -> Codec:
+    """The codec of a leaf, by its number.
+
+    Examples:
+      >>> from decentjax import codec
+      >>> codec.of_leaf((codec.exact(), codec.int4()), 1).name
+      'int4 in blocks of 64'
+    """
+    return codec if isinstance(codec, Codec) else codec[number]
+
+
 @functools.cache
 def float16() -> Codec:
     """2 bytes per number: float16 of x over the leaf's largest, rounded to nearest.
@@ -227,8 +242,9 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
     return Codec(name, encode, decode, keeps=share * of_values.keeps)
 
 
+@functools.cache
 def exact() -> Codec:
-    """Sends each leaf unchanged; for comparison.
+    """Sends each leaf unchanged, in float32 at least: for leaves that errors harm.
 
     Examples:
       >>> from decentjax import codec
@@ -359,7 +375,7 @@ def mix_encoded(
     coded: Any,
     exchange: Exchange,
     *,
-    codec: Codec,
+    codec: Codecs,
     axis_name: AxisName,
     lowering: Lowering = Lowering(),
 ) -> Any:
@@ -371,7 +387,7 @@ def mix_encoded(
     Args:
       coded: dict of (leaf, message) by number; only the shape of the leaf is used.
       exchange: the static exchange, of single workers.
-      codec: the codec of the messages.
+      codec: the codec of the messages, or one for each leaf, by number.
       axis_name: mapped axis of the workers.
       lowering: as in `mix`.
 
@@ -417,7 +433,7 @@ def _differences(
     coded: Any,
     came: Sequence[Any],
     exchange: Exchange,
-    codec: Codec,
+    codec: Codecs,
     axis_name: AxisName,
 ) -> Any:
     """`sum_j W_ij q_j - q_i` by number, of the messages that came in each permute."""
@@ -426,7 +442,7 @@ def _differences(
     worker = lax.axis_index(axis_name)
 
     def difference(number: int, leaf: jax.Array, message: Message) -> jax.Array:
-        decode = on_whole(codec, leaf).decode
+        decode = on_whole(of_leaf(codec, number), leaf).decode
         own = decode(message, leaf.shape)
         if not came:
             return jnp.zeros_like(own)
@@ -437,7 +453,7 @@ def _differences(
 
 
 def mean_encoded(
-    coded: Any, exchange: Exchange, *, codec: Codec, axis_name: AxisName
+    coded: Any, exchange: Exchange, *, codec: Codecs, axis_name: AxisName
 ) -> Any:
     """The mean of all workers' encoded leaves, `1/N sum_j q_j`, equal on all.
 
@@ -446,7 +462,7 @@ def mean_encoded(
     Args:
       coded: as in `mix_encoded`.
       exchange: an exchange of as many workers as the axis.
-      codec: the codec of the messages.
+      codec: as in `mix_encoded`.
       axis_name: mapped axis of the workers.
 
     Returns:
@@ -477,8 +493,8 @@ def mean_encoded(
 
     gathered = on_own_slice(of_all, messages, axis_name)
 
-    def mean(leaf: jax.Array, every: Message) -> jax.Array:
-        decode = on_whole(codec, leaf).decode
+    def mean(number: int, leaf: jax.Array, every: Message) -> jax.Array:
+        decode = on_whole(of_leaf(codec, number), leaf).decode
 
         def add(worker: jax.Array, total: jax.Array) -> jax.Array:
             one = tuple(x[worker] for x in every)
@@ -487,7 +503,7 @@ def mean_encoded(
         first = decode(tuple(x[0] for x in every), leaf.shape)
         return lax.fori_loop(1, count, add, first) / count
 
-    return {number: mean(leaf, gathered[number]) for number, (leaf, _) in coded.items()}
+    return {n: mean(n, leaf, gathered[n]) for n, (leaf, _) in coded.items()}
 
 
 def _moved(move: Callable[[jax.Array], jax.Array], messages: Any) -> Any:

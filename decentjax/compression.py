@@ -11,11 +11,14 @@ from jax.sharding import NamedSharding
 from decentjax._core.collectives import sum_dtype
 from decentjax.codec import (
     Codec,
+    Codecs,
     Message,
     check_encodable,
     empty_message,
+    exact,
     mean_encoded,
     mix_encoded,
+    of_leaf,
     on_shards,
     on_whole,
 )
@@ -87,10 +90,10 @@ class Compression:
     """How a worker encodes leaves; made by `error_feedback`, `drift` or `copies`.
 
     Args:
-      codec: C.
+      codec: C, or that of each leaf, by number.
       kind: what is encoded, and how messages are merged.
       keep: b, the part of the error that is sent later.
-      rate: c, the averaging rate.
+      rate: c, the averaging rate, or that of each leaf.
       shards: if a worker is a slice of the mesh, a `NamedSharding` for each leaf of one
       model: each device encodes and sends only its shard. Without them leaves are
         gathered and sent whole.
@@ -100,10 +103,10 @@ class Compression:
       TypeError: if the codec is not a `Codec`, or shards has an invalid entry.
     """
 
-    codec: Codec
+    codec: Codecs
     kind: _Kind
     keep: float = 1.0
-    rate: float = 1.0
+    rate: float | tuple[float, ...] = 1.0
     shards: Any = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self):
@@ -115,7 +118,8 @@ class Compression:
                     "shards must have a NamedSharding for each leaf of a model, got "
                     f"{type(wrong[0]).__name__}"
                 )
-        if not 0 <= self.keep <= 1 or not 0 < self.rate <= 1:
+        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
+        if not 0 <= self.keep <= 1 or not all(0 < rate <= 1 for rate in rates):
             raise ValueError(
                 "keep must be in [0, 1] and rate in (0, 1], got "
                 f"{self.keep} and {self.rate}"
@@ -135,8 +139,20 @@ class Compression:
 
     def codec_of(self, number: int) -> Codec:
         """The codec of a leaf, by its number."""
-        sharding = self.sharding(number)
-        return self.codec if sharding is None else on_shards(self.codec, sharding)
+        sharding, codec = self.sharding(number), of_leaf(self.codec, number)
+        return codec if sharding is None else on_shards(codec, sharding)
+
+    def rate_of(self, number: int) -> float:
+        """The averaging rate of a leaf, by its number."""
+        return self.rate[number] if isinstance(self.rate, tuple) else self.rate
+
+    def check_leaves(self, count: int) -> None:
+        """Raises a ValueError unless there is a codec for each leaf of a model."""
+        if not isinstance(self.codec, Codec) and len(self.codec) != count:
+            raise ValueError(
+                f"wanted a codec or None for each of the {count} leaves of the model, "
+                f"got {len(self.codec)}: make them of its params by jax.tree.map"
+            )
 
     def check(self, schedule: Schedule, has_anchor: bool) -> None:
         """Raises a ValueError if the schedule's exchanges cannot be of this kind."""
@@ -164,7 +180,7 @@ class Compression:
 
 
 def error_feedback(
-    codec: Codec, keep: float = 1.0, rate: float | None = None, shards: Any = None
+    codec: Any, keep: float = 1.0, rate: float | None = None, shards: Any = None
 ) -> Compression:
     """Sends models, and adds the error of a message to the next one: DeepSqueeze.
 
@@ -181,10 +197,11 @@ def error_feedback(
     diverge, so these are rejected.
 
     Args:
-      codec: C.
+      codec: C, or a tree like the params with the codec of each leaf; None there sends
+        the leaf by `codec.exact()`.
       keep: b, the part of the error that is sent later.
-      rate: c, the averaging rate in (0, 1]; by default 1, or 1/2 for a codec that keeps
-        less than 0.9 of a number, as `int4`.
+      rate: c, the averaging rate in (0, 1]; by default 1, or 1/2 for leaves whose codec
+        keeps less than 0.9 of a number, as `int4`.
       shards: see `Compression`.
 
     Raises:
@@ -199,19 +216,20 @@ def error_feedback(
 
     Source: Tang et al., DeepSqueeze (2019), Algorithm 1.
     """
-    _check_codec(codec)
-    if codec.keeps < LEAST_KEPT:
-        raise ValueError(
-            f"{codec.name} keeps {codec.keeps:.2g} of a number, and error_feedback "
-            f"needs {LEAST_KEPT}, or models diverge: use copies on a graph that never "
-            "changes, drift with an outer optimizer, or codec.int8()"
-        )
-    if rate is None:
-        rate = 0.5 if codec.keeps < 0.9 else 1.0
-    return Compression(codec, _OF_MODELS, keep, rate, shards)
+    codecs = _codecs(codec)
+    for one in _each(codecs):
+        if one.keeps < LEAST_KEPT:
+            raise ValueError(
+                f"{one.name} keeps {one.keeps:.2g} of a number, and error_feedback "
+                f"needs {LEAST_KEPT}, or models diverge: use copies on a graph that "
+                "never changes, drift with an outer optimizer, or codec.int8()"
+            )
+    rates = _rates(codecs, lambda one: 0.5 if one.keeps < 0.9 else 1.0)
+    rates = rates if rate is None else rate
+    return Compression(codecs, _OF_MODELS, keep, rates, shards)
 
 
-def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
+def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:
     """Sends how far a worker has moved from its anchor: with `top_k`, SparseLoCo.
 
     For an outer optimizer after means of all models, whose anchor z is the same on all
@@ -219,7 +237,7 @@ def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
     z + 1/N sum_j q_j.
 
     Args:
-      codec: C.
+      codec: C, or that of each leaf, as in `error_feedback`.
       keep: b, the part of the error that is sent later.
       shards: see `Compression`.
 
@@ -234,13 +252,22 @@ def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
       >>> sparse = drift(codec.top_k(0.02), keep=0.95)
       >>> rounds = dataclasses.replace(methods.diloco(8), compression=sparse)
 
+      Biases and norms unencoded, and matrices sparse:
+
+      >>> import jax, jax.numpy as jnp
+      >>> params = {"b": jnp.zeros(4), "w": jnp.zeros((4, 4))}
+      >>> def codec_of(path, leaf):
+      ...     return codec.top_k(0.02) if leaf.ndim > 1 else None
+      >>> sparse = drift(jax.tree.map_with_path(codec_of, params))
+      >>> [one.name for one in sparse.codec]
+      ['exact', 'top 0.02']
+
     Source: Sarfi et al., SparseLoCo (2025).
     """
-    _check_codec(codec)
-    return Compression(codec, _OF_DRIFT, keep, shards=shards)
+    return Compression(_codecs(codec), _OF_DRIFT, keep, shards=shards)
 
 
-def copies(codec: Codec, rate: float | None = None, shards: Any = None) -> Compression:
+def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compression:
     """Sends changes to copies that peers keep of a model: CHOCO-SGD, with any codec.
 
     With h the peers' copy of x, on a graph that never changes:
@@ -251,7 +278,7 @@ def copies(codec: Codec, rate: float | None = None, shards: Any = None) -> Compr
     model: an initial difference is never averaged away.
 
     Args:
-      codec: C.
+      codec: C, or that of each leaf, as in `error_feedback`.
       rate: c, the averaging rate in (0, 1]; by default the codec's `keeps`, with which
         models came closer in each exchange over all graphs that we tried.
       shards: see `Compression`.
@@ -269,18 +296,38 @@ def copies(codec: Codec, rate: float | None = None, shards: Any = None) -> Compr
     Source: Koloskova et al., Decentralized Stochastic Optimization and Gossip
     Algorithms with Compressed Communication (2019), Algorithm 2.
     """
-    _check_codec(codec)
-    if rate is None and not codec.keeps:
+    codecs = _codecs(codec)
+    unknown = [one.name for one in _each(codecs) if not one.keeps]
+    if rate is None and unknown:
         raise ValueError(
-            f"{codec.name} does not state what it keeps of a number: give copies a rate"
+            f"{unknown[0]} does not state what it keeps of a number: give copies a rate"
         )
-    rate = codec.keeps if rate is None else rate
-    return Compression(codec, _OF_COPIES, rate=rate, shards=shards)
+    rates = _rates(codecs, lambda one: one.keeps) if rate is None else rate
+    return Compression(codecs, _OF_COPIES, rate=rates, shards=shards)
 
 
-def _check_codec(codec: Any) -> None:
-    if not isinstance(codec, Codec):
-        raise TypeError(f"wanted a Codec, such as codec.int8(), got {codec!r}")
+def _codecs(codec: Any) -> Codecs:
+    """A codec, or those of a tree by number of the leaf, with `exact` for None."""
+    if isinstance(codec, Codec):
+        return codec
+    given = jax.tree.leaves(codec, is_leaf=lambda x: x is None or isinstance(x, Codec))
+    found = tuple(exact() if one is None else one for one in given)
+    wrong = [one for one in found if not isinstance(one, Codec)]
+    if codec is None or not found or wrong:
+        got = wrong[0] if wrong else codec
+        raise TypeError(
+            "wanted a Codec, such as codec.int8(), or a tree of them for the leaves of "
+            f"a model, got {got!r}"
+        )
+    return found
+
+
+def _each(codecs: Codecs) -> tuple[Codec, ...]:
+    return (codecs,) if isinstance(codecs, Codec) else codecs
+
+
+def _rates(codecs: Codecs, rate: Callable[[Codec], float]) -> float | tuple[float, ...]:
+    return rate(codecs) if isinstance(codecs, Codec) else tuple(map(rate, codecs))
 
 
 def _is_mean_of_all(exchange: Exchange) -> bool:
@@ -328,7 +375,7 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
     messages = {}
     if is_late:
         messages = {
-            n: empty_message(compression.codec, x, compression.sharding(n))
+            n: empty_message(of_leaf(compression.codec, n), x, compression.sharding(n))
             for n, x in zeros().items()
         }
     if compression.kind.knows:  # All start from the same model, which every peer knows.
@@ -430,7 +477,7 @@ def decode_leaves(
         x = sent[number].astype(difference.dtype)
         seen = as_seen(anchor[number], sent[number]) if number in anchor else None
         after, mixed[number] = compression.kind.merge(
-            compression.rate, x, difference, moved.get(number), seen
+            compression.rate_of(number), x, difference, moved.get(number), seen
         )
         if after is not None:
             moved[number] = after

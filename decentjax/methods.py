@@ -14,7 +14,7 @@ from decentjax._core.collectives import is_mixed
 from decentjax._core.public_names import names_of
 from decentjax.exchange import Topology
 from decentjax.plan import GradientMean
-from decentjax.rounds import Rounds, blend, cut_leaves, replace
+from decentjax.rounds import Rounds, blend, cut_leaves, replace, stacked_rows
 from decentjax.topology import complete, random_matching
 from decentjax.tracking import Tracking
 
@@ -95,6 +95,7 @@ def streaming_diloco(
     share: float = 0.5,
     learning_rate: optax.ScalarOrSchedule = 0.4,
     momentum: float = 0.9,
+    stacked: Sequence[int] = (),
 ) -> Rounds:
     """Streaming DiLoCo: DiLoCo one fragment at a time, hidden behind local steps.
 
@@ -115,9 +116,12 @@ def streaming_diloco(
       share: c, the worker's own part.
       learning_rate: learning rate of the outer optimizer.
       momentum: its momentum.
+      stacked: numbers of the leaves whose leading dim is that of layers, as those of
+        `nnx.scan`; fragments then are layers.
 
     Raises:
-      ValueError: if a fragment gets no leaf, or the delay is longer than H.
+      ValueError: if a fragment gets no leaf, the delay is longer than H, or no fragment
+        cuts a stacked leaf.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -126,16 +130,22 @@ def streaming_diloco(
       >>> rounds = methods.streaming_diloco(8, params, num_steps=100, num_fragments=2)
       >>> rounds.fragments, rounds.delay
       (((0,), (1,)), 5)
+      >>> layers = {"embed": jnp.zeros(10), "w": jnp.zeros((6, 50))}
+      >>> methods.streaming_diloco(8, layers, num_fragments=2, stacked=[1]).fragments
+      ((0, 1, 2, 3), (4, 5, 6))
 
     Source: Douillard et al., Streaming DiLoCo with overlapping communication (2025),
-    Algorithm 2. There the fragments are layers; here they are consecutive leaves.
+    Algorithm 2. There the fragments are layers; here they are consecutive leaves, or
+    layers of stacked ones.
     """
     leaves = jax.tree.leaves(params)
     sizes: Sequence[int] = [x.size if is_mixed(x) else 0 for x in leaves]
-    fragments = cut_leaves(sizes, num_fragments)
+    rows = stacked_rows(params, stacked)
+    fragments = cut_leaves(sizes, num_fragments, rows)
     outer = _sgd(learning_rate, momentum, nesterov=True)
     graph = complete(num_workers)
-    return Rounds(graph, num_steps, delay, fragments, outer, blend(share))
+    how = num_steps, delay, fragments, outer, blend(share)
+    return Rounds(graph, *how, stacked=rows)
 
 
 def noloco(

@@ -27,6 +27,7 @@ from decentjax.rounds import (
     Rounds,
     check_carried,
     check_rounds,
+    count_batch,
     default_mix,
     mix_workers,
     receive,
@@ -272,6 +273,7 @@ def worker_step(
     Raises:
       TypeError: if the plan is none, or the gradient of the local update is
         inaccessible to a plan that changes it.
+      ValueError: if an averaging is given for means weighted by tokens.
     """
     check_plan(plan)
     if isinstance(plan, GradientMean):
@@ -280,6 +282,12 @@ def worker_step(
     if isinstance(plan, Topology):
         average = mix or functools.partial(mix_workers, shards=shards)
         return functools.partial(_model_step, local, average, True)
+    if plan.count_tokens is not None and mix is not None:
+        raise ValueError(
+            "means weighted by tokens count those of a batch, and send them with the "
+            "leaves: use simulate, on_mesh or gossip.Background without mix, or leave "
+            "out count_tokens"
+        )
     local = plan.adapt(local)
     if plan.averages_models:
         specs = None if shards is None else plan.travels(shards)
@@ -356,7 +364,7 @@ def _round_step(
 
     def end(one: Round, state: WorkerState) -> WorkerState:
         assert one.exchange is not None
-        mixed = average(travelling(one.leaves, state), one.exchange)
+        mixed = average(travelling(rounds, one.leaves, state), one.exchange)
         return receive(rounds, one.leaves, state, mixed)
 
     def exchange(event: Event, state: WorkerState) -> WorkerState:
@@ -371,7 +379,8 @@ def _round_step(
     mixed = _in_turn(event, exchange, state) if is_late else state
     # The gradient is that of the model before the round.
     new, metrics = local(state, batch, mixed.params)
-    new = new._replace(extra=mixed.extra)
+    tokens = count_batch(rounds, mixed.extra.tokens, batch)
+    new = new._replace(extra=mixed.extra._replace(tokens=tokens))
     new = new if is_late else _in_turn(event, exchange, new)
     return new, metrics
 

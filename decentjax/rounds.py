@@ -11,10 +11,11 @@ Without an outer optimizer there is no anchor, and z' = q. `send` and `receive` 
 worker's code; `decentjax.plan` places them around the local update.
 """
 
+import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
@@ -41,7 +43,14 @@ from decentjax.exchange import Exchange, Topology
 from decentjax.loss import check_call
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
-from decentjax.schedule import Fragment, Schedule, every
+from decentjax.schedule import (
+    Fragment,
+    Schedule,
+    Stacked,
+    check_cuts,
+    every,
+    place_of,
+)
 from decentjax.state import WorkerState, check_arrays, check_optimizer
 from decentjax.updates import Adapt
 
@@ -51,6 +60,9 @@ Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (leaf now, leaf as sent, leaf of the round) to the merged leaf."""
+Count = Callable[[Any], Sequence[int] | jax.Array]
+"""Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
+TOKENS = -1  # In the place of the number of a leaf.
 
 
 def mix_workers(params: Any, exchange: Exchange, **options: Any) -> Any:
@@ -127,6 +139,14 @@ class Rounds:
     fragments the p-th begins floor(p H / P) steps after the first, which is sent in
     step r H; leaves in no fragment are not sent: each worker trains its own.
 
+    With `count_tokens` means are weighted by n_j, what worker j has trained on since it
+    last sent these leaves; of the complete graph it is FedAvg:
+
+        q_i = sum_j W_ij n_j x_j / sum_j W_ij n_j
+
+    A worker for which all these n_j are 0 keeps its model. Leaves are then sent times
+    n_j, in float32 at least.
+
     Args:
       topology: exchanges of the rounds, taken in turn.
       every: H, the steps from one round to the next.
@@ -137,11 +157,18 @@ class Rounds:
         the anchor to the average.
       merge: how a worker continues from the anchor: `replace`, `shift` or `blend(c)`.
       compression: how messages are encoded; None sends leaves unencoded.
+      count_tokens: function that counts the tokens, or examples, of each worker in a
+        batch, as in `gossip.Quorum`; here it is traced, with one worker. None gives all
+        workers the same weight.
+      stacked: number of rows, by number, of leaves whose rows along the leading dim,
+        such as layers, count as leaves: fragments then name the leaves that the model
+        would have with a list of its rows in the place of such a leaf.
 
     Raises:
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
         empty, the delay is longer than H, there is an outer optimizer, but no local
-        step between rounds, or the compression does not fit the exchanges.
+        step between rounds, the compression does not fit the exchanges or is given
+        with `count_tokens`, or the rows of a stacked leaf are all in one fragment.
       TypeError: if a part has the wrong type.
 
     Examples:
@@ -160,11 +187,16 @@ class Rounds:
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
     compression: Compression | None = None
+    count_tokens: Count | None = None
+    stacked: Stacked = ()
 
     def __post_init__(self):
+        stacked = tuple(sorted(dict(self.stacked).items()))
+        object.__setattr__(self, "stacked", stacked)
         if self.fragments is not None:
             fragments = tuple(tuple(leaves) for leaves in self.fragments)
             object.__setattr__(self, "fragments", fragments)
+        check_cuts(self.fragments or (), stacked)
         if self.outer is not None:
             check_optimizer(self.outer)
         if not callable(self.merge):
@@ -187,6 +219,13 @@ class Rounds:
             )
         if self.compression is not None:
             self.compression.check(self.schedule, self.outer is not None)
+        if self.count_tokens is not None:
+            check_call(self.count_tokens, "count_tokens", "batch")
+            if self.compression is not None:
+                raise ValueError(
+                    "means weighted by tokens send whole models: leave out the "
+                    f"compression or count_tokens, got {self.compression.kind.name}"
+                )
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -201,7 +240,8 @@ class Rounds:
     def averages_models(self) -> bool:
         """Whether each step averages whole models, and nothing else is kept."""
         is_whole = self.every == 1 and self.fragments is None and self.delay <= 1
-        is_bare = self.outer is None and self.compression is None
+        parts = self.outer, self.compression, self.count_tokens
+        is_bare = all(part is None for part in parts)
         return is_whole and is_bare and self.merge in (replace, shift)
 
     def travels(self, params: Any) -> Any:
@@ -230,15 +270,20 @@ class Rounds:
         return local
 
 
-def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]]:
+def cut_leaves(
+    sizes: Sequence[int], num_fragments: int, stacked: Stacked = ()
+) -> list[tuple[int, ...]]:
     """Returns fragments of consecutive leaves, of about equal size.
 
-    A leaf belongs to the fragment in which its middle lies.
+    A leaf belongs to the fragment in which its middle lies. Stacked leaves are cut into
+    layers, in the place of the first of them: row k of all of them is one layer, and
+    stays together.
 
     Args:
       sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for a leaf that is
         not float, and never sent.
       num_fragments: P.
+      stacked: as in `Rounds`, which takes the same.
 
     Raises:
       ValueError: if a fragment gets no leaf.
@@ -247,7 +292,10 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
       >>> from decentjax import rounds
       >>> rounds.cut_leaves([100, 50, 50, 200], num_fragments=2)
       [(0, 1, 2), (3,)]
+      >>> rounds.cut_leaves([100, 200, 200], 2, stacked={1: 2, 2: 2})
+      [(0, 1, 3), (2, 4)]
     """
+    numbers, sizes = _in_layers(sizes, dict(stacked))
     if num_fragments < 1 or not sum(sizes):
         raise ValueError(
             "wanted leaves to split into at least 1 fragment, got "
@@ -256,15 +304,49 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     ends = np.cumsum(sizes)
     middles = ends - np.array(sizes) / 2
     parts = (middles * num_fragments / ends[-1]).astype(int).clip(max=num_fragments - 1)
-    found = [tuple(np.flatnonzero(parts == p).tolist()) for p in range(num_fragments)]
+    found = [np.flatnonzero(parts == p) for p in range(num_fragments)]
     empty = [p for p, part in enumerate(found) if not sum(sizes[n] for n in part)]
     if empty:
         raise ValueError(
             f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "
             f"of the {len(sizes)} leaves has {max(sizes) / ends[-1]:.0%} of the model; "
-            "use fewer fragments"
+            "use fewer fragments, or name leaves that are layers stacked in one as "
+            "stacked"
         )
-    return found
+    return [tuple(sorted(n for unit in part for n in numbers[unit])) for part in found]
+
+
+def _in_layers(
+    sizes: Sequence[int], stacked: dict[int, int]
+) -> tuple[list[list[int]], list[int]]:
+    """The numbers of each leaf, and of the rows of each layer; and their sizes."""
+    first, number = min(stacked, default=0), 0
+    numbers, of_unit = collections.defaultdict(list), collections.Counter()
+    for leaf, size in enumerate(sizes):
+        places = [(first, row) for row in range(stacked.get(leaf, 0))]
+        places = places if leaf in stacked else [(leaf, 0)]
+        for place in places:
+            numbers[place].append(number)
+            of_unit[place] += size // len(places)
+            number += 1
+    order = sorted(numbers)
+    return [numbers[place] for place in order], [of_unit[place] for place in order]
+
+
+def stacked_rows(params: Any, numbers: Iterable[int]) -> dict[int, int]:
+    """The number of rows of leaves, for `Rounds.stacked`.
+
+    Raises:
+      ValueError: if there is no such leaf, or it has no dims.
+    """
+    shapes = dict(enumerate(jnp.shape(x) for x in jax.tree.leaves(params)))
+    wrong = [number for number in numbers if not shapes.get(number)]
+    if wrong:
+        raise ValueError(
+            "stacked leaves are named by number, and their leading dim is that of the "
+            f"layers, got {wrong}, and the shapes of the leaves are {shapes}"
+        )
+    return {number: shapes[number][0] for number in numbers}
 
 
 class RoundState(NamedTuple):
@@ -275,12 +357,15 @@ class RoundState(NamedTuple):
       outer: state of the outer optimizer, for each fragment of the schedule.
       sent: leaves as last sent; empty if a round ends in the step in which it begins.
       coded: state of the compression; None without any.
+      tokens: of weighted means, the tokens since each fragment was last sent, and those
+        for which it was sent, float [2, P]; None without weights.
     """
 
     anchor: Leaves
     outer: tuple[Any, ...]
     sent: Leaves
     coded: Coded | None = None
+    tokens: jax.Array | None = None
 
 
 def anchors(params: Any, carried: RoundState) -> Any:
@@ -320,7 +405,13 @@ def check_rounds(rounds: Any) -> Rounds:
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     """The first state of a worker in rounds of its params."""
     check_arrays(params, "init")
-    parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
+    wanted = dict(rounds.stacked)
+    if (found := stacked_rows(params, wanted)) != wanted:
+        raise ValueError(
+            f"stacked must say how many rows leaves of the model have, {found} by "
+            f"number, got {wanted}"
+        )
+    parts = [_leaves_to_send(rounds, one, params) for one in rounds.schedule.fragments]
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.delay > 1
 
@@ -330,23 +421,56 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     sent = {n: jnp.array(x, x.dtype) for n, x in leaves.items()} if is_late else {}
     coded = None
     if rounds.compression is not None:
+        rounds.compression.check_leaves(_num_leaves(rounds, jax.tree.leaves(params)))
         coded = init_coded(rounds.compression, leaves, is_late)
+    tokens = None
+    if rounds.count_tokens is not None:
+        tokens = jnp.zeros((2, len(parts)))
     if rounds.outer is None:
-        return RoundState({}, (), sent, coded)
+        return RoundState({}, (), sent, coded, tokens)
     outer = tuple(rounds.outer.init(wide(part)) for part in parts)
-    return RoundState(wide(leaves), outer, sent, coded)
+    return RoundState(wide(leaves), outer, sent, coded, tokens)
+
+
+def count_batch(rounds: Rounds, tokens: Any, batch: Any) -> Any:
+    """The `RoundState.tokens` of a worker that has trained on a batch.
+
+    Raises:
+      ValueError: if any batch has no tokens, or the count is not that of one worker.
+    """
+    if rounds.count_tokens is None:
+        return tokens
+    found = rounds.count_tokens(jax.tree.map(lambda x: x[None], batch))
+    number = jnp.asarray(found)
+    if number.shape != (1,):
+        raise ValueError(
+            "count_tokens must return a number for each worker of a stacked batch, [1] "
+            f"for one worker, got {list(number.shape)}"
+        )
+    is_known = not any(isinstance(x, Tracer) for x in jax.tree.leaves(found))
+    if is_known and not found[0] > 0:
+        raise ValueError(
+            f"count_tokens returned {found[0]} for any batch, a weight with which no "
+            "model would be averaged: return the positive number of its tokens"
+        )
+    return tokens.at[0].add(number[0].astype(tokens.dtype))
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
     """Begins a round: the state with its current leaves, encoded or not."""
     carried: RoundState = state.extra
-    leaves = leaves_of(fragment, state.params)
+    leaves = leaves_of(rounds, fragment, state.params)
     if carried.coded is not None:
         assert rounds.compression is not None
         coded = encode_leaves(
             rounds.compression, leaves, carried.anchor, state.key, carried.coded
         )
         carried = carried._replace(coded=coded)
+    if carried.tokens is not None:
+        part = rounds.schedule.fragments.index(fragment)
+        new, zero = carried.tokens[0, part], jnp.zeros((), carried.tokens.dtype)
+        tokens = carried.tokens.at[:, part].set(jnp.stack([zero, new]))
+        carried = carried._replace(tokens=tokens)
     return state._replace(extra=carried._replace(sent=carried.sent | leaves))
 
 
@@ -365,7 +489,10 @@ def receive(
     Returns:
       The state with the model after the round, and the new anchor and outer state.
     """
-    carried, new = state.extra, mixed
+    carried: RoundState = state.extra
+    if carried.tokens is not None:
+        mixed = _by_tokens(mixed, carried.sent)
+    new = mixed
     if carried.coded is not None:
         assert rounds.compression is not None
         coded, new = decode_leaves(
@@ -377,9 +504,9 @@ def receive(
         new, carried = _move_anchor(rounds.outer, place, new, carried)
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
-        sent = carried.sent[number]
-        merged = rounds.merge(leaves[number], sent, new[number])
-        leaves[number] = merged.astype(sent.dtype)
+        sent, place = carried.sent[number], place_of(rounds.stacked, number)
+        merged = rounds.merge(_at(leaves, *place), sent, new[number])
+        _put(merged.astype(sent.dtype), leaves, *place)
     # As in `mix`.
     params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
     return state._replace(params=params, extra=carried)
@@ -401,13 +528,41 @@ def foreign_state(extra: Any) -> TypeError:
     )
 
 
-def travelling(fragment: Fragment, state: WorkerState) -> Any:
-    """What the exchange of a round averages: leaves, or pairs of leaf and message."""
+def _by_tokens(mixed: Leaves, sent: Leaves) -> Leaves:
+    """`sum_j W_ij n_j x_j / sum_j W_ij n_j` from the two sums, or the leaf as sent."""
+    total = mixed[TOKENS]
+    number, leaves = jnp.where(total > 0, total, 1), mixed.items()
+    return {
+        n: jnp.where(total > 0, x / number.astype(x.dtype), sent[n].astype(x.dtype))
+        for n, x in leaves
+        if n != TOKENS
+    }
+
+
+def travelling(rounds: Rounds, fragment: Fragment, state: WorkerState) -> Any:
+    """What the exchange of a round averages: leaves, or pairs of leaf and message.
+
+    Of weighted means leaves times the worker's tokens, and the tokens.
+    """
     carried: RoundState = state.extra
-    numbers = leaves_of(fragment, state.params)
+    numbers = [n for n in carried.sent if fragment is None or n in fragment]
+    if carried.tokens is not None:
+        tokens = carried.tokens[..., 1, rounds.schedule.fragments.index(fragment)]
+        return _weighed({n: carried.sent[n] for n in numbers}, tokens)
     if carried.coded is None:
         return {n: carried.sent[n] for n in numbers}
     return {n: (carried.sent[n], carried.coded.messages[n]) for n in numbers}
+
+
+@jax.jit
+def _weighed(leaves: Leaves, tokens: jax.Array) -> Leaves:
+    """Leaves times tokens, and the tokens; of one worker, or stacked."""
+
+    def weighed(x: jax.Array) -> jax.Array:
+        rows = jnp.expand_dims(tokens, tuple(range(tokens.ndim, x.ndim)))
+        return x.astype(sum_dtype(x)) * rows.astype(sum_dtype(x))
+
+    return {n: weighed(x) for n, x in leaves.items()} | {TOKENS: tokens}
 
 
 def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
@@ -428,8 +583,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
             return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
             return functools.partial(mix_workers, shards=rounds.travels(shards))
-        specs = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
-        return functools.partial(_mix_shards, specs)
+        return functools.partial(_mix_shards, _specs(rounds, shards))
     if shards is not None:
         raise ValueError(
             "encoded leaves take their shards from the compression: use "
@@ -457,8 +611,25 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
     return averaged
 
 
+def _specs(rounds: Rounds, shards: Any) -> dict[int, PartitionSpec]:
+    """Partition specs by number, of rows without their leading dim."""
+    found = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
+    specs = {TOKENS: PartitionSpec()}
+    for number in range(_num_leaves(rounds, found)):
+        leaf, row = place_of(rounds.stacked, number)
+        spec = found[leaf]
+        if row is not None and any(spec[:1]):
+            raise ValueError(
+                f"the rows of a stacked leaf lie on all devices of a slice, but leaf "
+                f"{leaf} is sharded as {spec}: shard another dim, or leave it out of "
+                "stacked"
+            )
+        specs[number] = spec if row is None else PartitionSpec(*spec[1:])
+    return specs
+
+
 def _mix_shards(
-    specs: list[PartitionSpec], leaves: Leaves, exchange: Exchange
+    specs: dict[int, PartitionSpec], leaves: Leaves, exchange: Exchange
 ) -> Leaves:
     of_leaves = {number: specs[number] for number in leaves}
     return mix_workers(leaves, exchange, shards=of_leaves)
@@ -487,30 +658,48 @@ def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
     return state._replace(extra=state.extra._replace(sent={}, coded=coded))
 
 
-def leaves_of(fragment: Fragment, params: Any) -> Leaves:
+def leaves_of(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
     """The leaves of a fragment that exchanges change, by number.
 
     Raises:
       ValueError: if the model has no such leaf.
     """
     leaves = jax.tree.leaves(params)
-    numbers = range(len(leaves)) if fragment is None else fragment
-    if max(numbers, default=-1) >= len(leaves):
+    count = _num_leaves(rounds, leaves)
+    numbers = range(count) if fragment is None else fragment
+    if max(numbers, default=-1) >= count:
         raise ValueError(
             f"the schedule sends leaf {max(numbers)}, counted from 0, and the model "
-            f"has {len(leaves)}; inside optax.masked, only those that it leaves count"
+            f"has {count}; inside optax.masked, only those that it leaves count"
         )
 
     def is_array(x: Any) -> bool:  # Or the shape of one.
         return hasattr(x, "dtype")
 
     arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
-    return {n: arrays[n] for n in numbers if is_mixed(arrays[n])}
+    found = {n: _at(arrays, *place_of(rounds.stacked, n)) for n in numbers}
+    return {n: x for n, x in found.items() if is_mixed(x)}
 
 
-def _leaves_to_send(fragment: Fragment, params: Any) -> Leaves:
+def _num_leaves(rounds: Rounds, leaves: Sequence[Any]) -> int:
+    """The number of leaves, with the rows of stacked ones in their place."""
+    return len(leaves) + sum(rows - 1 for rows in dict(rounds.stacked).values())
+
+
+def _at(leaves: list[Any], leaf: int, row: int | None) -> Any:
+    whole = leaves[leaf]
+    return whole if row is None else lax.index_in_dim(whole, row, keepdims=False)
+
+
+def _put(x: jax.Array, leaves: list[Any], leaf: int, row: int | None) -> None:
+    if row is not None:
+        x = lax.dynamic_update_index_in_dim(leaves[leaf], x, row, 0)
+    leaves[leaf] = x
+
+
+def _leaves_to_send(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
     """The leaves of a fragment that exchanges change, at least one."""
-    leaves = leaves_of(fragment, params)
+    leaves = leaves_of(rounds, fragment, params)
     if not leaves:
         raise ValueError(
             "exchanges average floats, and there is none among the leaves "

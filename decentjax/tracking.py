@@ -45,16 +45,18 @@ class Tracking(Rounds):
     def __post_init__(self):
         super().__post_init__()
         is_kept = self.merge is shift or (self.merge is replace and self.delay <= 1)
-        if self.outer or self.compression or self.fragments or not is_kept:
+        parts = self.outer, self.compression, self.fragments, self.count_tokens
+        if any(parts) or not is_kept:
             raise ValueError(
                 "tracking averages whole models and estimates, and preserves their "
-                "sums: take merge=shift, no outer optimizer, no fragments, and no "
-                "compression, got "
+                "sums: take merge=shift, no outer optimizer, no fragments, no "
+                "compression and no count_tokens, got "
                 f"{getattr(self.merge, '__name__', self.merge)} with a delay of "
                 f"{self.delay}"
                 f"{', an outer optimizer' if self.outer else ''}"
                 f"{', fragments' if self.fragments else ''}"
                 f"{f', {self.compression.kind.name}' if self.compression else ''}"
+                f"{', count_tokens' if self.count_tokens else ''}"
             )
 
     def travels(self, params: Any) -> Any:

@@ -208,6 +208,13 @@ def accum_adam_update(grads, s, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0):
     return directions
 
 
+def weighted_mean(matrix, weights, x):
+    """`sum_j W_ij n_j x_j / sum_j W_ij n_j`, or `x_i` where nobody has a weight."""
+    total = (matrix @ weights)[:, None]
+    sums = matrix @ (weights[:, None] * x)
+    return np.where(total > 0, sums / np.where(total > 0, total, 1), x)
+
+
 def awc(matrices, x0, gradient, lr, num_steps):
     """x <- W x - lr grad(x): the models [N, d] after each step, [num_steps, N, d].
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from decentjax._core.collectives import AxisName, is_mixed, permute
 from decentjax._core.joining import join, places_of, split
 from decentjax.codec import (
-    Codec,
+    Codecs,
     _differences,
     _messages,
     as_permutations,
@@ -103,12 +103,12 @@ def sending_of(
     return Sending(begin, end, routes_of(exchange))
 
 
-def sending_encoded(exchange: Exchange, codec: Codec, axis_name: AxisName) -> Sending:
+def sending_encoded(exchange: Exchange, codec: Codecs, axis_name: AxisName) -> Sending:
     """The parts of `mix_encoded`; all arrays of a dtype are one message.
 
     Args:
       exchange: the exchange, of single workers.
-      codec: the codec of the messages.
+      codec: as in `mix_encoded`.
       axis_name: as in `mix_encoded`.
     """
     check_encodable(exchange)

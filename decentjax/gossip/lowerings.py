@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.codec import Codec, as_permutations, mix_encoded
+from decentjax.codec import Codecs, as_permutations, mix_encoded
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.gossip.duplex import Duplex, is_duplex, sending_encoded, sending_of
 from decentjax.mixing import Lowering, mix
@@ -137,7 +137,7 @@ def compiled_mix(
 
 
 def compiled_mix_encoded(
-    exchange: Exchange, codec: Codec, mesh: Mesh, lowering: Lowering | None = None
+    exchange: Exchange, codec: Codecs, mesh: Mesh, lowering: Lowering | None = None
 ) -> Mix:
     """Returns `mix_encoded` of stacked encoded leaves."""
     axis = axis_of(mesh)

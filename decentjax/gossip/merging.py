@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.norms import norm_of, sums_of_squares
-from decentjax.codec import mean_encoded
+from decentjax.codec import mean_encoded, of_leaf
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
 from decentjax.gossip.batches_read import Ledger
@@ -408,8 +408,11 @@ class Form(NamedTuple):
         assert self.compression is not None
         codec = self.compression.codec
         messages = jax.tree.unflatten(self.structure, [x[0] for x in rows])
-        pairs = zip(messages.values(), self.leaves, strict=True)
-        return [codec.decode(message, shape)[None] for message, shape in pairs]
+        pairs = zip(messages.items(), self.leaves, strict=True)
+        return [
+            of_leaf(codec, number).decode(message, shape)[None]
+            for (number, message), shape in pairs
+        ]
 
 
 def form_of(compression: Compression | None, leaves: Leaves) -> tuple[Form, list[Any]]:
@@ -430,7 +433,22 @@ def sends_changes(rounds: Rounds) -> bool:
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:
-    """Raises a ValueError if messages that must not be lost would not be waited for."""
+    """Raises a ValueError for rounds that peers cannot have.
+
+    Those whose messages must not be lost, and would not be waited for, whose means are
+    weighted, but not by a quorum, or with stacked leaves.
+    """
+    if rounds.stacked:
+        raise ValueError(
+            "peers send whole leaves: leave out stacked of the rounds, or use on_mesh "
+            "or gossip.Background"
+        )
+    if rounds.count_tokens is not None:
+        raise ValueError(
+            "between peers a quorum weighs means by tokens: use "
+            'merge=gossip.Quorum(weights="tokens", count_tokens=...), and leave out '
+            "count_tokens of the rounds"
+        )
     if sends_changes(rounds) and patience < math.inf:
         raise ValueError(
             "drift, copies and gradient tracking sum what is sent, and a lost message "

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -32,13 +32,10 @@ from decentjax.gossip.merging import (
 )
 from decentjax.gossip.tally import NUM_COUNTS, Edge, Tally
 from decentjax.links import Links, Message, Said
+from decentjax.rounds import Count
 from decentjax.schedule import Schedule
 
 Weights = Literal["tokens", "tokens_squared_per_step", "equal"]
-
-
-Count = Callable[[Any], Sequence[int]]
-"""Maps a batch, [workers, B, ...], to the number of tokens of each worker."""
 
 
 def count_examples(batch: Any) -> list[int]:

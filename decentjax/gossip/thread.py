@@ -39,7 +39,9 @@ from decentjax.plan import (
 from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
+    RoundState,
     check_carried,
+    count_batch,
     leaves_of,
     receive,
     send,
@@ -110,6 +112,8 @@ class Beside(Closing):
         self._whole = _compiled(adapt, mesh)
         self._is_of_models = rounds.averages_models
         self._begins, self._ends = _programs(rounds, mesh)
+        counted = functools.partial(count_batch, rounds)
+        self._count_batch = jax.jit(over_workers(counted, mesh))
 
     def init(self, params: Any, key: jax.Array, model_state: Any = ()) -> WorkerState:
         """Returns the first state of the workers of this process, on their mesh.
@@ -201,7 +205,15 @@ class Beside(Closing):
         if not self._is_of_models:
             check_carried(state)
             fragments = self._rounds.schedule.fragments
-            return [tuple(leaves_of(one, state.params)) for one in fragments]
+            rows = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params
+            )
+            numbers = functools.partial(leaves_of, self._rounds)
+            found = [
+                jax.eval_shape(functools.partial(numbers, one), rows)
+                for one in fragments
+            ]
+            return [tuple(leaves) for leaves in found]
         if self._rounds.delay:
             return [stage.leaves for stage in self._stages(state, batch).groups]
         check_no_own_model(state.opt_state, "an exchange beside the step")
@@ -214,7 +226,7 @@ class Beside(Closing):
             known = known._replace(extra=())
             for fragment, begin in self._begins.items():
                 extra = begin(state.params, state.key, state.extra)
-                sent = travelling(fragment, state._replace(extra=extra))
+                sent = travelling(rounds, fragment, state._replace(extra=extra))
                 if rounds.compression is None:
                     self._ends[fragment](state.params, extra, sent)
             self._whole(*jax.tree.map(jnp.copy, (known.params, known[1:])), batch)
@@ -296,7 +308,7 @@ class Beside(Closing):
         sends, receives = schedule[step]
         if schedule.delay == 0:
             new, metrics = self._updated(state._replace(extra=()), batch, step)
-            new = new._replace(extra=state.extra)
+            new = new._replace(extra=self._counted(state.extra, batch))
             if sends:
                 new = self._send(sends, new, step)
                 yield None
@@ -309,10 +321,16 @@ class Beside(Closing):
                 mixed, new, metrics = self._merged(receives, mixed, batch, step)
             else:
                 new, metrics = self._updated(state._replace(extra=()), batch, step)
-            new = new._replace(extra=mixed.extra)
+            new = new._replace(extra=self._counted(mixed.extra, batch))
         new = without_messages(self._rounds, new)
         self._next, self._extra = step + 1, new.extra
         yield new, metrics
+
+    def _counted(self, extra: RoundState, batch: Any) -> RoundState:
+        """The state of rounds after a step on a batch."""
+        if extra.tokens is None:
+            return extra
+        return extra._replace(tokens=self._count_batch(extra.tokens, batch))
 
     def _send_again(self, state: WorkerState, step: int) -> None:
         """Sends the messages in flight before a step, if the state is from another run.
@@ -334,7 +352,7 @@ class Beside(Closing):
 
     def _carry(self, one: Round, state: WorkerState, step: int) -> None:
         group = self._rounds.schedule.fragments.index(one.leaves)
-        sent = travelling(one.leaves, state)
+        sent = travelling(self._rounds, one.leaves, state)
         self._arriving.append(self._port.carry(group, sent, step))
 
     def _merged(

@@ -79,6 +79,11 @@ class Carrier(Port):
                 f"topology's {schedule.num_workers} workers, got {dict(mesh.shape)}"
             )
         check_encodes(rounds.compression, mesh)
+        if rounds.count_tokens is not None and message_dtype is not None:
+            raise ValueError(
+                "a message_dtype would round the weights of means weighted by tokens: "
+                f"leave it at None, got {message_dtype}"
+            )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
         self._schedule, self._mesh = schedule, mesh

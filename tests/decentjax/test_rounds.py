@@ -1,5 +1,6 @@
 """Methods of low communication against their papers' pseudocode, in float64 NumPy."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,16 +34,19 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
-from decentjax.gossip import Background
+from decentjax.gossip import Background, count_examples
+from decentjax.gossip.merging import check_whole
 from decentjax.plan import schedule_of, worker_step
-from decentjax.rounds import Rounds, blend, default_mix, init_rounds, send
+from decentjax.rounds import Rounds, blend, default_mix, init_rounds, replace, send
 from decentjax.schedule import Event, Round, every
+from decentjax.tracking import Tracking
 from decentjax.train_step import TrainStep
 from tests import hlo, oracles
 from tests.quadratics import (
     CURVATURE,
     RATE,
     SGD,
+    START,
     A,
     B,
     bind,
@@ -156,6 +160,104 @@ def test_streaming_diloco_sends_fragments_and_blends_them_late(where):
     close(run(how, n, 17, where), wanted)
 
 
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_fragments_cut_a_leaf_of_stacked_layers(n, where):
+    """The rows of the matrix are layers: of its two each is a fragment."""
+    period, delay, share = 5, 3, 0.25
+    how = methods.streaming_diloco(
+        n, model(), period, 3, delay, share, 0.6, 0.8, stacked=[1]
+    )
+    assert how.fragments == ((0,), (1,), (2,))
+    parts = [(A, 0), (slice(3, 5), 1), (slice(5, 7), 3)]
+    x, wanted, under_way = initial(n), [], {}
+    shared, velocity = x[0].copy(), np.zeros(7)
+    for t, batch in enumerate(targets(n, 17)):
+        for part, first in parts:
+            if t % period == first:
+                under_way[t + delay - 1] = part, x[:, part].copy()
+        gradient = CURVATURE * (x - batch)
+        if t in under_way:
+            part, sent = under_way.pop(t)
+            change = np.mean(shared[part] - sent, axis=0)
+            velocity[part] = 0.8 * velocity[part] + change
+            shared[part] -= 0.6 * (change + 0.8 * velocity[part])
+            x = x.copy()
+            x[:, part] = share * x[:, part] + (1 - share) * shared[part]
+        x = x - RATE * gradient
+        wanted.append(x)
+    close(run(how, n, 17, where), wanted)
+
+
+LAYERS = {"a": START[:2], "k": START[1:].reshape(3, 2), "l": -START[:3], "z": START[3:]}
+PLANS = {
+    "streaming": lambda n, params, stacked: methods.streaming_diloco(
+        n, params, 6, 3, 4, 0.5, 0.5, 0.5, stacked=stacked
+    ),
+    "encoded": lambda n, params, stacked: Rounds(
+        topology.ring(n),
+        5,
+        2,
+        [(0, 1, 4), (2, 5), (3, 6, 7)],
+        compression=error_feedback(int8()),
+        stacked={number: 3 for number in stacked},
+    ),
+    "weighted": lambda n, params, stacked: Rounds(
+        topology.complete(n),
+        4,
+        0,
+        [(1, 4), (0, 3, 6)],
+        count_tokens=count_examples,
+        stacked={number: 3 for number in stacked},
+    ),
+}
+
+
+def layers_loss(params, model_state, batch, key):
+    rows = [jnp.stack(x) if isinstance(x, list) else x for x in params.values()]
+    x = jnp.concatenate([x.ravel() for x in rows])
+    return jnp.sum((x - jnp.resize(batch, x.shape)) ** 2), (model_state, {})
+
+
+def trained_layers(how, params, n, where):
+    """The models after 11 steps."""
+    # Products with powers of two are exact, however a program fuses them with sums.
+    mesh, local = worker_mesh(n), local_update(layers_loss, optax.sgd(0.125))
+    with contextlib.ExitStack() as stack:
+        if where == "thread":
+            train_step = stack.enter_context(Background(local, how, mesh))
+        elif where == "mesh":
+            train_step = on_mesh(local, how, mesh)
+        else:
+            train_step = simulate(local, how)
+        state = train_step.init(params, jax.random.key(0))
+        for t, batch in enumerate(targets(n, 11)):
+            rows = jnp.float32(batch[:, None])
+            rows = rows if where == "simulated" else place(rows, mesh)
+            state, _ = train_step(state, rows, t)
+    return jax.device_get(state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.draw(6)
+@pytest.mark.parametrize(
+    ("where", "n"),
+    [*(("simulated", n) for n in (1, 2, 3, 5, 8)), ("mesh", 3), ("thread", 2)],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_stacked_layers_have_the_numbers_of_layers_apart(plan, where, n):
+    """Bit for bit, also of encoded ones, whose random numbers are those of the row."""
+    params = jax.tree.map(jnp.float32, LAYERS)
+    apart = {k: list(x) if k in "kl" else x for k, x in params.items()}
+    stacked = PLANS[plan](n, params, [1, 2])
+    alone = dataclasses.replace(stacked, stacked=())
+    found = trained_layers(stacked, params, n, where)
+    wanted = trained_layers(alone, apart, n, where)
+    wanted = {k: np.stack(x, 1) if k in "kl" else x for k, x in wanted.items()}
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_of_the_merging_step_streaming_diloco_keeps_the_whole_update():
     """Its paper merges after that update u, and keeps a share: less by (1 - c) u."""
     n, delay, share = 4, 3, 0.25
@@ -205,6 +307,135 @@ def test_a_late_round_keeps_what_a_worker_has_learned_since():
         x = x - RATE * gradient
         wanted.append(x)
     close(run(how, n, 14), wanted)
+
+
+def tokens(batch):
+    """Of each worker in a batch of quadratics: 0 to some 10."""
+    return jnp.floor(4 * jnp.abs(batch[:, 0, 0]))
+
+
+GRAPHS = {
+    "complete": (topology.complete, oracles.complete),
+    "ring": (topology.ring, oracles.ring),
+}
+
+
+@pytest.mark.draw(4)
+@EITHER_WAY
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_means_are_weighted_by_the_tokens_since_the_last_round(n, graph, where):
+    of_graph, matrices = GRAPHS[graph]
+    x, wanted, since = initial(n), [], np.zeros(n)
+    for t, batch in enumerate(targets(n, 11)):
+        x = x - RATE * CURVATURE * (x - batch)
+        since += np.floor(4 * np.abs(batch[:, 0]))
+        if t % 3 == 2:
+            x = oracles.weighted_mean(matrices(n)[0], since, x)
+            since[:] = 0
+        wanted.append(x)
+    close(run(Rounds(of_graph(n), 3, count_tokens=tokens), n, 11, where), wanted)
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_each_fragment_is_weighted_by_the_tokens_since_it_was_sent(n, where):
+    """Late, with an outer optimizer; what is trained in flight counts next time."""
+    period, delay = 5, 3
+    how = methods.streaming_diloco(n, model(), period, 2, delay, 0.25)
+    how = dataclasses.replace(how, outer=optax.sgd(0.6), count_tokens=tokens)
+    x, wanted, under_way = initial(n), [], {}
+    anchor, since = initial(n), {0: np.zeros(n), 2: np.zeros(n)}
+    for t, batch in enumerate(targets(n, 17)):
+        for part, first in ((A, 0), (B, 2)):
+            if t % period == first:
+                under_way[t + delay - 1] = part, x[:, part].copy(), since[first]
+                since[first] = np.zeros(n)
+        gradient = CURVATURE * (x - batch)
+        if t in under_way:
+            part, sent, weights = under_way.pop(t)
+            mean = oracles.weighted_mean(oracles.complete(n)[0], weights, sent)
+            anchor[:, part] -= 0.6 * (anchor[:, part] - mean)
+            x = x.copy()
+            x[:, part] = 0.25 * x[:, part] + 0.75 * anchor[:, part]
+        x = x - RATE * gradient
+        for counts in since.values():
+            counts += np.floor(4 * np.abs(batch[:, 0]))
+        wanted.append(x)
+    close(run(how, n, 17, where), wanted)
+
+
+def averaged_once(how, models, batch):
+    """Models after a round, of workers that do not train."""
+    state = init_state(models[0], optax.sgd(0.0), jax.random.key(0), how)
+    still = lambda state, batch, mixed: (state._replace(params=mixed), {})  # noqa: E731
+    state, _ = simulate(still, how)(state._replace(params=models + 0), batch, 0)
+    return state.params
+
+
+def test_by_examples_a_mean_of_unequal_shards_is_that_of_federated_averaging():
+    models, batch = jnp.array([1.0, 4.0]), {"mask": jnp.array([[1, 0, 0], [1, 1, 1]])}
+    plain = Rounds(topology.complete(2))
+    how = dataclasses.replace(plain, count_tokens=lambda batch: batch["mask"].sum(1))
+    np.testing.assert_array_equal(averaged_once(plain, models, batch), [2.5, 2.5])
+    np.testing.assert_array_equal(averaged_once(how, models, batch), [3.25, 3.25])
+    nothing = {"mask": jnp.zeros((2, 3))}
+    np.testing.assert_array_equal(averaged_once(how, models, nothing), models)
+    narrow = averaged_once(how, models.astype(jnp.bfloat16), batch)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow, [3.25, 3.25])
+
+
+WEIGHTED = Rounds(topology.complete(2), count_tokens=count_examples)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: averaged_once(WEIGHTED, jnp.ones(2), jnp.zeros((2, 0))),
+            "count_tokens returned 0 for any batch, .* return the positive number",
+        ),
+        (
+            lambda: averaged_once(
+                Rounds(topology.complete(2), count_tokens=lambda batch: 3),
+                jnp.ones(2),
+                jnp.zeros((2, 1)),
+            ),
+            r"a number for each worker .* got \[\]",
+        ),
+        (
+            lambda: encoded(WEIGHTED, int8()),
+            "send whole models: leave out the compression or .* got error_feedback",
+        ),
+        (
+            lambda: simulate(bind(SGD), WEIGHTED, mix=lambda *_: None),
+            "gossip.Background without mix, or leave out count_tokens",
+        ),
+        (
+            lambda: Background(
+                bind(SGD), WEIGHTED, worker_mesh(2), message_dtype="bfloat16"
+            ),
+            "would round the weights .* leave it at None, got bfloat16",
+        ),
+        (
+            lambda: check_whole(WEIGHTED, 0.0),
+            r'use merge=gossip.Quorum\(weights="tokens"',
+        ),
+        (
+            lambda: Tracking(topology.ring(2), count_tokens=count_examples),
+            "no compression and no count_tokens, got shift .* 0, count_tokens",
+        ),
+        (
+            lambda: Rounds(topology.ring(2), count_tokens=lambda: [1]),
+            r"count_tokens is called as count_tokens\(batch\)",
+        ),
+    ],
+)
+def test_weights_without_sense_are_refused(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
 
 
 EXPONENTIAL = topology.alternating_exponential_ring(4, 1)
@@ -296,6 +527,8 @@ def test_leaves_are_cut_into_fragments_of_about_equal_size():
     assert rounds.cut_leaves([1, 1, 1, 1], 2) == [(0, 1), (2, 3)]
     assert rounds.cut_leaves([4, 1, 1, 2], 2) == [(0,), (1, 2, 3)]
     assert rounds.cut_leaves([5], 1) == [(0,)]
+    layers = rounds.cut_leaves([80, 48, 384, 7], 3, stacked={1: 6, 2: 6})
+    assert layers == [(0, 1, 7), (2, 3, 4, 8, 9, 10), (5, 6, 11, 12, 13)]
     generator = np.random.default_rng(0)
     for _ in range(50):
         sizes = generator.integers(1, 9, 60).tolist()
@@ -355,6 +588,47 @@ def run_without_extra():
         (
             lambda: init_rounds(Rounds(RING, 4), COUNTED[1:]),
             "there is none among the leaves of the model, whose round",
+        ),
+        (
+            lambda: init_rounds(
+                Rounds(RING, 4, compression=copies([None, int8(), int8()])), model()
+            ),
+            "a codec or None for each of the 2 leaves of the model, got 3",
+        ),
+        (lambda: drift({"a": None, "b": "int8"}), "a tree of them .* got 'int8'"),
+        (lambda: drift(None), "wanted a Codec, .* got None"),
+        (
+            lambda: error_feedback({"a": None, "b": int2()}),
+            "int2 in blocks of 64 keeps 0.5 of a number",
+        ),
+        (
+            lambda: Rounds(RING, 4, 1, [(0, 1), (2,)], stacked={0: 2}),
+            "rows of the stacked leaf 0 are in one fragment, and none cuts it: use",
+        ),
+        (
+            lambda: Rounds(RING, 4, stacked={0: 2}),
+            "the stacked leaf 0 are in one fragment",
+        ),
+        (
+            lambda: init_rounds(
+                Rounds(RING, 4, 1, [(0,), (1,)], stacked={0: 2}), model()
+            ),
+            "how many rows leaves of the model have, {0: 3} by number, got {0: 2}",
+        ),
+        (
+            lambda: methods.streaming_diloco(2, COUNTED, 4, 2, 1, stacked=[1, 2]),
+            r"leading dim is that of the layers, got \[1, 2\], .* {0: \(3,\), 1: \(\)}",
+        ),
+        (
+            lambda: default_mix(
+                Rounds(RING, 4, 1, [(0,), (1,)], stacked={0: 2}),
+                {"a": PartitionSpec("model")},
+            ),
+            "leaf 0 is sharded as .*: shard another dim",
+        ),
+        (
+            lambda: check_whole(Rounds(RING, 4, 1, [(0,)], stacked={0: 2}), 0.0),
+            "peers send whole leaves: leave out stacked",
         ),
     ],
 )
@@ -534,8 +808,13 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
         Rounds(topology.ring(4), 2, delay=1),
         Rounds(topology.ring(4)),
         methods.gradient_tracking(topology.ring(4)),
+        Rounds(topology.ring(4), 2, delay=1, count_tokens=tokens),
+        Rounds(topology.complete(4), 2, 1, [(0, 1), (2,)], stacked={1: 2}),
     ],
-    ids=["diloco", "streaming", "shift", "each step", "tracking"],
+    ids=[
+        *("diloco", "streaming", "shift", "each step", "tracking"),
+        *("weighted", "stacked"),
+    ],
 )
 def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
     """The matrix is sharded over two devices, which send their shards alone."""
@@ -551,10 +830,72 @@ def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
         params = model(jnp.float64)
         state = init_state(params, SGD, jax.random.key(0), how)
         state = jax.tree.map(put, state)
-        train_step = on_mesh(bind(SGD), how, mesh, mix=default_mix(how, shards))
+        train_step = on_mesh(bind(SGD), how, mesh, shards=shards)
         for t, batch in enumerate(targets(4, 11)):
             state, _ = train_step(state, put(jnp.asarray(batch[:, None])), t)
             np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
+
+
+OF_LEAVES = {"a": None, "b": top_k(0.5)}
+
+
+def largest_half(x):
+    """The two largest of the four numbers of each worker."""
+    places = np.argsort(-np.abs(x), axis=1)[:, :2]
+    found = np.zeros_like(x)
+    np.put_along_axis(found, places, np.take_along_axis(x, places, 1), 1)
+    return found
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_each_leaf_has_the_codec_and_the_rate_of_its_own(n, where):
+    """Copies: of leaf a, unencoded, the rate is 1, and of the other what it keeps."""
+    x, wanted, w = initial(n), [], oracles.ring(n)[0]
+    known, moved, sent = initial(n), np.zeros((n, 7)), np.zeros((n, 7))
+    for t, batch in enumerate(targets(n, 11)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 2:
+            sent[:, A], sent[:, B] = (x - known)[:, A], largest_half((x - known)[:, B])
+            known += sent
+            moved += w @ sent - sent
+            x = x + moved * np.repeat([1, 0.5], [3, 4])
+        wanted.append(x)
+    how = Rounds(topology.ring(n), 2, compression=copies(OF_LEAVES))
+    close(run(how, n, 11, where), wanted)
+
+
+@pytest.mark.draw(2)
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_drifts_of_a_leaf_may_travel_unencoded(n, where):
+    x, wanted, error = initial(n), [], np.zeros((n, 4))
+    anchor = initial(n)
+    for t, batch in enumerate(targets(n, 13)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 3 == 2:
+            drifts = x - anchor
+            payload = drifts[:, B] + error
+            drifts[:, B] = largest_half(payload)
+            error = payload - drifts[:, B]
+            anchor = anchor + 0.7 * drifts.mean(0)
+            x = anchor.copy()
+        wanted.append(x)
+    outer, graph = optax.sgd(0.7), topology.complete(n)
+    how = Rounds(graph, 3, 0, None, outer, replace, drift(OF_LEAVES))
+    close(run(how, n, 13, where), wanted)
+
+
+def test_the_bytes_of_each_leaf_are_those_of_its_codec():
+    compression = error_feedback({"a": None, "b": int8()})
+    how = Rounds(topology.ring(4), 2, delay=1, compression=compression)
+    state = place(init_state(model(), SGD, jax.random.key(0), how), worker_mesh(4))
+    batch = place(jnp.zeros((4, 1, 7)), worker_mesh(4))
+    lowered = on_mesh(bind(SGD), how, worker_mesh(4)).lower(state, batch, 0)
+    sent = hlo.traffic(lowered.compile().as_text(), 4, 1).worker_bytes
+    # To two peers: three numbers of four bytes; four of one byte, and their scale.
+    np.testing.assert_array_equal(sent, 2 * (3 * 4 + 4 + 4))
 
 
 def columns_loss(params, model_state, batch, key):
@@ -696,12 +1037,16 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
             compression=drift(top_k(0.5), keep=0.9),
         ),
         Rounds(RING, 2, delay=2, compression=copies(top_k(0.5), rate=0.5)),
+        Rounds(RING, 2, delay=2, compression=copies(OF_LEAVES)),
         methods.gradient_tracking(RING),
         methods.gradient_tracking(RING, 3, delay=2),
+        Rounds(RING, 2, count_tokens=tokens),
+        Rounds(topology.complete(4), 3, delay=2, count_tokens=tokens),
     ],
     ids=[
         *("diloco", "noloco", "streaming", "shift", "each step", "after", "blend"),
-        *("int8", "drift", "copy", "tracking", "late tracking"),
+        *("int8", "drift", "copy", "of leaves", "tracking", "late tracking"),
+        *("weighted", "late weighted"),
     ],
 )
 def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from decentjax import Rounds, WorkerState
-from decentjax.codec import as_permutations, num_bytes
+from decentjax.codec import as_permutations, num_bytes, of_leaf
 from decentjax.rounds import leaves_of
 from decentjax.schedule import Fragment, Schedule
 from train.cli.tables import counted
@@ -53,10 +53,13 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
         state = WorkerState(params, (), (), jax.random.key(0), rounds.init(params))
         return rounds.pack(state).params
 
-    leaves = leaves_of(fragment, jax.eval_shape(packed, model)).values()
+    leaves = jax.eval_shape(
+        lambda params: leaves_of(rounds, fragment, packed(params)), model
+    )
     if rounds.compression is None:
-        return sum(x.size * x.dtype.itemsize for x in leaves)
-    return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)
+        return sum(x.size * x.dtype.itemsize for x in leaves.values())
+    codec = rounds.compression.codec
+    return sum(num_bytes(of_leaf(codec, n), x.shape) for n, x in leaves.items())
 
 
 def sent_schedule(rounds: Rounds) -> Schedule:

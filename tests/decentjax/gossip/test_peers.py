@@ -127,6 +127,7 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
 STILL = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.0))
 
 
+OF_LEAVES = {"matrix": None, "scalar": int4(2)}
 SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
 
 
@@ -142,7 +143,7 @@ SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
         Rounds(topology.ring(2), 4, delay=3, fragments=[(0,), (1,)]),
         encoded(Rounds(topology.ring(3), delay=1), int8(4)),
         encoded(Rounds(topology.complete(3), 5, delay=4), top_k(0.75)),
-        encoded(Rounds(topology.ring(2), 4, delay=3, fragments=PARTS), int4(2)),
+        encoded(Rounds(topology.ring(2), 4, delay=3, fragments=PARTS), OF_LEAVES),
         encoded(methods.diloco(3, 2), top_k(0.5), drift, keep=0.9),
         encoded(Rounds(topology.ring(4)), int8(4), copies, rate=0.5),
         encoded(Rounds(topology.ring(2), 3, delay=2), int2(2), copies, rate=0.5),
