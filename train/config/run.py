@@ -251,7 +251,7 @@ def _check_correction(config: Config, of: Algorithm) -> None:
         raise ValueError(
             f"optimizer.name = {name} uses the movement by the exchange of each "
             'step: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
-            f"without codec and tracking, got {_shown(config)}"
+            f"without codec and tracking, got {_averages(config)}"
         )
     if name == "exact_diffusion":
         _check_steady(of.graph)
@@ -316,15 +316,23 @@ def _check_task(task: Any) -> None:
         ) from error
 
 
-def _shown(config: Config) -> str:
+def _averages(config: Config) -> str:
     """What a config averages, for errors."""
+    rounds = config.rounds
     if config.method is not None:
         return f"method = {place_of(config.method)}"
-    rounds = config.rounds
     return (
         f"{config.step.algorithm} with {rounds.every_steps}, {rounds.codec} and "
         f"{rounds.tracking}"
     )
+
+
+def _coded(config: Config) -> str:
+    """What encodes the messages of a config, for errors."""
+    if config.method is not None:
+        return f"method = {place_of(config.method)}"
+    codec = config.rounds.codec
+    return f"rounds.codec = {codec} with rounds.copies or an outer optimizer"
 
 
 def _check_peers(config: Config, of: Algorithm) -> None:
@@ -347,9 +355,9 @@ def _check_peers(config: Config, of: Algorithm) -> None:
         and exchange.patience is not None
     ):
         raise ValueError(
-            f"{compression.codec.name} with {compression.kind.name} sends changes, and "
-            "a lost message would leave the copies of a worker wrong: set "
-            f"exchange.patience to None, got {exchange.patience}"
+            f"{_coded(config)} sends changes, and a lost message would leave the "
+            "copies of a worker wrong: set exchange.patience to None, got "
+            f"{exchange.patience}"
         )
     if rounds is not None and exchange.way != "arrived":
         raise ValueError(
