@@ -290,7 +290,7 @@ def worker_step(
         )
     local = plan.adapt(local)
     if plan.averages_models:
-        specs = None if shards is None else plan.travels(shards)
+        specs = None if shards is None else plan.pack_shards(shards)
         average = mix or functools.partial(mix_workers, shards=specs)
         one = functools.partial(_model_step, local, average, plan.delay > 0)
     else:

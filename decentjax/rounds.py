@@ -40,8 +40,17 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Exchange, Topology
-from decentjax.loss import check_call
+from decentjax.loss import Metrics, check_call
 from decentjax.mixing import mix
+from decentjax.own_values import (
+    OwnState,
+    Values,
+    first_values,
+    packed,
+    sent_with,
+    unpacked,
+    update_packed,
+)
 from decentjax.placement import bound_axis
 from decentjax.schedule import (
     Fragment,
@@ -52,7 +61,7 @@ from decentjax.schedule import (
     place_of,
 )
 from decentjax.state import WorkerState, check_arrays, check_optimizer
-from decentjax.updates import Adapt
+from decentjax.updates import Adapt, LocalUpdate, halves_of
 
 __all__ = ["Rounds", "anchors", "blend", "cut_leaves", "replace", "shift"]
 
@@ -147,6 +156,11 @@ class Rounds:
     A worker for which all these n_j are 0 keeps its model. Leaves are then sent times
     n_j, in float32 at least.
 
+    A subclass is an algorithm that keeps or sends values of its own: `own` makes them,
+    `update` is its step, `travels` names those that are averaged with the model, and
+    `keeps_sums` is set if rounding or losing a message would never be made up for.
+    The numbers of leaves are then those of `(model, {name: value})`.
+
     Args:
       topology: exchanges of the rounds, taken in turn.
       every: H, the steps from one round to the next.
@@ -178,7 +192,8 @@ class Rounds:
       >>> plan = Rounds(pairs, every=50, outer=optax.sgd(0.7, momentum=0.5))
     """
 
-    keeps_sums: ClassVar[bool] = False  # Whether rounding of messages would add up.
+    travels: ClassVar[tuple[str, ...]] = ()
+    keeps_sums: ClassVar[bool] = False
 
     topology: Topology
     every: int = 1
@@ -205,6 +220,8 @@ class Rounds:
                 f"{self.merge!r}"
             )
         check_call(self.merge, "merge", "now", "sent", "new")
+        check_call(self.own, "own", "params")
+        check_call(self.update, "update", "local", "state", "batch", "mixed", "own")
         if not isinstance(self.compression, Compression | None):
             raise TypeError(
                 "wanted a Compression, such as error_feedback(codec.int8()), got "
@@ -244,30 +261,92 @@ class Rounds:
         is_bare = all(part is None for part in parts)
         return is_whole and is_bare and self.merge in (replace, shift)
 
-    def travels(self, params: Any) -> Any:
-        """What is sent of a tree like that of the params."""
-        return params
+    def own(self, params: Any) -> Values:
+        """The first own values of a worker, by name, from the first model.
+
+        Each is a pytree of arrays that the worker keeps beside its model. Those that
+        `travels` names are averaged as the model is; if a worker is a slice of the
+        mesh, each of them must be a tree like the params.
+        """
+        del params
+        return {}
+
+    def update(
+        self,
+        local: LocalUpdate,
+        state: WorkerState,
+        batch: Any,
+        mixed: Any,
+        own: Values,
+    ) -> tuple[WorkerState, Values, Metrics]:
+        """A step of one worker: a gradient, and a descent from the mixed model.
+
+        It is a function of arrays alone, as a `LocalUpdate`. After it the model and the
+        own values travel if the delay is 0, and before it otherwise.
+
+        Args:
+          local: the local update, with its halves `gradient` and `descend`.
+          state: the worker's state, whose params are the model before the exchange.
+          batch: the worker's batch.
+          mixed: the model after the exchange; the same one with a delay of 0.
+          own: the own values, after the exchange those that travel.
+
+        Returns:
+          The new state, the new own values, of the same kind, and the metrics.
+        """
+        new, metrics = local(state, batch, mixed)
+        return new, own, metrics
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a subclass has own values, or an update of its own."""
+        kind = type(self)
+        return kind.own is not Rounds.own or kind.update is not Rounds.update
 
     def init(self, params: Any) -> Any:
         """What a worker keeps beside its model, `WorkerState.extra`.
 
         Raises:
-          ValueError: if the model does not have a leaf of a fragment, or a round would
-            send nothing, as exchanges average only floats.
+          TypeError: if `own` returns no dict.
+          ValueError: if the model does not have a leaf of a fragment, a round would
+            send nothing, as exchanges average only floats, or an own value that travels
+            is missing.
         """
-        return init_rounds(self, params)
+        check_arrays(params, "init")
+        if not self.has_hooks:
+            return init_rounds(self, params)
+        values = first_values(self, params)
+        sent = sent_with(self.travels, params, values)
+        return OwnState(init_rounds(self, sent), values)
 
     def pack(self, state: WorkerState) -> WorkerState:
         """The state whose params travel, from that of a worker; only rearranged."""
-        return state
+        if not self.has_hooks:
+            return state
+        if not isinstance(state.extra, OwnState):
+            raise foreign_state(state.extra)
+        return packed(self.travels, state)
 
     def unpack(self, state: WorkerState) -> WorkerState:
         """The inverse of `pack`."""
-        return state
+        return unpacked(state) if self.has_hooks else state
 
     def adapt(self, local: Adapt) -> Adapt:
-        """The local update of packed states."""
-        return local
+        """The local update of packed states.
+
+        Raises:
+          TypeError: if the plan has hooks, and the local update no halves.
+        """
+        if not self.has_hooks:
+            return local
+        halves = halves_of(local, f"the plan {type(self).__name__}")
+        return functools.partial(update_packed, self, halves)
+
+    def pack_shards(self, shards: Any) -> Any:
+        """The partition specs of what travels, from those of the params."""
+        if not self.has_hooks:
+            return shards
+        return sent_with(self.travels, shards, dict.fromkeys(self.travels, shards))
 
 
 def cut_leaves(
@@ -368,7 +447,7 @@ class RoundState(NamedTuple):
     tokens: jax.Array | None = None
 
 
-def anchors(params: Any, carried: RoundState) -> Any:
+def anchors(params: Any, carried: RoundState | OwnState) -> Any:
     """Returns the anchors of rounds, the models after the last ones, as a tree.
 
     Args:
@@ -388,6 +467,8 @@ def anchors(params: Any, carried: RoundState) -> Any:
       >>> rounds.anchors(state.params, state.extra)["w"].shape
       (2, 3)
     """
+    if isinstance(carried, OwnState):
+        carried = carried.carried
     leaves, structure = jax.tree.flatten(params)
     found = [carried.anchor.get(number, x) for number, x in enumerate(leaves)]
     return structure.unflatten(found)
@@ -404,7 +485,6 @@ def check_rounds(rounds: Any) -> Rounds:
 
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     """The first state of a worker in rounds of its params."""
-    check_arrays(params, "init")
     wanted = dict(rounds.stacked)
     if (found := stacked_rows(params, wanted)) != wanted:
         raise ValueError(
@@ -582,7 +662,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
         if shards is None:
             return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
-            return functools.partial(mix_workers, shards=rounds.travels(shards))
+            return functools.partial(mix_workers, shards=rounds.pack_shards(shards))
         return functools.partial(_mix_shards, _specs(rounds, shards))
     if shards is not None:
         raise ValueError(
@@ -613,7 +693,7 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
 
 def _specs(rounds: Rounds, shards: Any) -> dict[int, PartitionSpec]:
     """Partition specs by number, of rows without their leading dim."""
-    found = jax.tree.leaves(rounds.travels(shards), is_leaf=is_spec)
+    found = jax.tree.leaves(rounds.pack_shards(shards), is_leaf=is_spec)
     specs = {TOKENS: PartitionSpec()}
     for number in range(_num_leaves(rounds, found)):
         leaf, row = place_of(rounds.stacked, number)

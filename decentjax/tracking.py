@@ -1,7 +1,7 @@
 """Gradient tracking: rounds that average an estimate of the mean gradient too."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,36 +10,24 @@ import optax
 from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.optimizer_state import states_of
 from decentjax.loss import Metrics
-from decentjax.rounds import Rounds, RoundState, foreign_state, replace, shift
-from decentjax.state import WorkerState, check_arrays
-from decentjax.updates import Adapt, halves_of
-
-
-class TrackingState(NamedTuple):
-    """State of a worker that tracks gradients.
-
-    Args:
-      carried: state of the rounds of y and x.
-      tracker: y, in float32 at least: its rounding errors accumulate.
-      gradient: gradient of the last step.
-    """
-
-    carried: RoundState
-    tracker: Any
-    gradient: Any
+from decentjax.own_values import Values
+from decentjax.rounds import Rounds, replace, shift
+from decentjax.state import WorkerState
+from decentjax.updates import LocalUpdate
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracking(Rounds):
     """Rounds in which workers descend along an estimate y of the mean gradient.
 
-    The params that travel are `(y, x)`, and the optimizer gets y as its gradient.
+    y travels with the model, and the optimizer gets it as its gradient.
 
     Raises:
       ValueError: if the rounds would not preserve the sum of all y: with an outer
         optimizer, fragments, a compression, `blend`, or `replace` with a delay.
     """
 
+    travels: ClassVar[tuple[str, ...]] = ("tracker",)
     keeps_sums: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -59,54 +47,32 @@ class Tracking(Rounds):
                 f"{', count_tokens' if self.count_tokens else ''}"
             )
 
-    def travels(self, params: Any) -> Any:
-        return params, params
+    def own(self, params: Any) -> Values:
+        # In float32 at least, as the rounding errors of y accumulate.
+        return {"tracker": _zeros(params), "gradient": _zeros(params)}
 
-    def init(self, params: Any) -> TrackingState:
-        check_arrays(params, "init")
-        tracker, gradient = _zeros(params), _zeros(params)
-        return TrackingState(super().init((tracker, params)), tracker, gradient)
-
-    def pack(self, state: WorkerState) -> WorkerState:
-        one = state.extra
-        if not isinstance(one, TrackingState):
-            raise foreign_state(one)
-        params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
-        return state._replace(params=params, opt_state=opt_state, extra=one.carried)
-
-    def unpack(self, state: WorkerState) -> WorkerState:
-        (tracker, params), (opt_state, gradient) = state.params, state.opt_state
-        extra = TrackingState(state.extra, tracker, gradient)
-        return state._replace(params=params, opt_state=opt_state, extra=extra)
-
-    def adapt(self, local: Adapt) -> Adapt:
-        """The local update of pairs: `y <- y + g - g_before`.
+    def update(
+        self,
+        local: LocalUpdate,
+        state: WorkerState,
+        batch: Any,
+        mixed: Any,
+        own: Values,
+    ) -> tuple[WorkerState, Values, Metrics]:
+        """Descends along `y <- y + g - g_before`.
 
         Raises:
-          TypeError: if it has no halves, or, when traced, if its optimizer is an
-            `optax.apply_if_finite`.
+          TypeError: if the optimizer is an `optax.apply_if_finite`.
         """
-        halves = halves_of(local, "gradient tracking")
-
-        def adapt_pair(
-            state: WorkerState, batch: Any, mixed: Any
-        ) -> tuple[WorkerState, Metrics]:
-            (_, params), (opt_state, before) = state.params, state.opt_state
-            tracker, model = mixed
-            _check_skips_nothing(opt_state)
-            state = state._replace(params=params, opt_state=opt_state)
-            halves.check_keeps_averages(state)
-            found = halves.gradient(state, batch)
-            wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
-            tracker = jax.tree.map(
-                lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
-            )
-            narrow = jax.tree.map(lambda y, g: y.astype(g.dtype), tracker, found.grads)
-            new, metrics = halves.descend(found._replace(grads=narrow), state, model)
-            params, opt_state = (tracker, new.params), (new.opt_state, wide)
-            return new._replace(params=params, opt_state=opt_state), metrics
-
-        return adapt_pair
+        _check_skips_nothing(state.opt_state)
+        tracker, found = own["tracker"], local.gradient(state, batch)
+        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
+        tracker = jax.tree.map(
+            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, own["gradient"]
+        )
+        narrow = jax.tree.map(lambda y, g: y.astype(g.dtype), tracker, found.grads)
+        new, metrics = local.descend(found._replace(grads=narrow), state, mixed)
+        return new, {"tracker": tracker, "gradient": wide}, metrics
 
 
 def _zeros(params: Any) -> Any:

@@ -49,6 +49,8 @@ from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
 from train.cli.sections import (
     ExchangeName,
+    OwnMethod,
+    OwnTopology,
     PolicyName,
     take_sections,
     with_a_shorter_warmup,
@@ -154,6 +156,8 @@ def _begin(path: Path, options: list[str]) -> None:
         trust: Trust = (),
         exchange: ExchangeName = default.exchange.name,
         policy: PolicyName = default.policy.name,
+        own_method: OwnMethod = None,
+        own_graph: OwnTopology = None,
     ) -> None:
         """Trains the config.
 
@@ -166,7 +170,7 @@ def _begin(path: Path, options: list[str]) -> None:
           auto_resume: whether to resume the run if the folder has a checkpoint; for
             schedulers that restart jobs, such as Slurm.
         """
-        del exchange, policy  # Read above.
+        del exchange, policy, own_method, own_graph  # Read above.
         folder = run_dir or Path("runs") / config.name
         if auto_resume and find_checkpoints(folder).steps:
             run_here(config, folder, Resume(), sinks=sinks)
@@ -198,6 +202,8 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
         exchange: ExchangeName = default.exchange.name,
+        own_method: OwnMethod = None,
+        own_graph: OwnTopology = None,
     ) -> None:
         """Resumes a run with its own config.
 
@@ -208,7 +214,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
             saved models and moments, those of the saved workers in turn ("repeat"), or
             those of the first ("select").
         """
-        del trust, exchange  # Read above.
+        del trust, exchange, own_method, own_graph  # Read above.
         run_here(config, run_dir, Resume(step, fields, workers), sinks=sinks)
 
     prog = f"decentjax resume {run_dir}"

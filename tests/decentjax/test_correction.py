@@ -197,7 +197,8 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay):
         for t in range(40):
             batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
             state, _ = train_step(state, batch, t)
-    last = state.extra.tracker["x"], state.extra.gradient["x"]
+    own = state.extra.values
+    last = own["tracker"]["x"], own["gradient"]["x"]
     sums = [np.asarray(x).sum(0) for x in last]
     assert np.abs(sums[1]).max() > 1e-3
     np.testing.assert_allclose(*sums, atol=1e-11)
@@ -207,7 +208,7 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay):
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        (methods.gradient_tracking(GRAPH), "gradient tracking"),
+        (methods.gradient_tracking(GRAPH), "the plan Tracking"),
         (all_reduce(GRAPH), "all-reduce"),
     ],
     ids=["tracking", "all_reduce"],

@@ -29,12 +29,14 @@ from decentjax import (
     wrap,
 )
 from decentjax.compression import copies, error_feedback
+from tests.guide_method import own_method
 from tests.parties import LONG, in_threads, party_of
 from tests.plans import all_reduce, atc, awc
 
 PARAMS = {"matrix": jnp.arange(6.0).reshape(2, 3) / 7, "scalar": jnp.ones(())}
 STEPS = 7
 RING = topology.ring(3)
+OWN = own_method()
 
 
 def loss_fn(params, model_state, batch, key):
@@ -68,6 +70,11 @@ PLANS = {
     ),
     "tracking": lambda n: methods.gradient_tracking(topology.ring(n)),
     "late tracking": lambda n: methods.gradient_tracking(topology.ring(n), 3, delay=2),
+    "own, sparse": OWN.choco_momentum,
+    "own": lambda n: OWN.MomentumTracking(topology.ring(n)),
+    "own, in turn": lambda n: OWN.MomentumTracking(
+        topology.one_peer_exponential(n), 2, 2
+    ),
     "all-reduce": lambda n: all_reduce(topology.ring(n)),
 }
 EACH_PLAN = pytest.mark.parametrize("plan_of", PLANS.values(), ids=PLANS)
@@ -190,7 +197,7 @@ def test_a_local_update_without_an_optimizer_gets_a_sentence():
         step.init(PARAMS, jax.random.key(0))
     with pytest.raises(TypeError, match="all-reduce changes the gradient before"):
         simulate(own, methods.all_reduce(3))
-    with pytest.raises(TypeError, match="gradient tracking changes the gradient"):
+    with pytest.raises(TypeError, match="the plan Tracking changes the gradient"):
         gossip.Background(own, methods.gradient_tracking(RING), worker_mesh(3))
 
 

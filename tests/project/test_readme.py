@@ -305,7 +305,7 @@ def test_the_configs_of_train_commands_fit_together(monkeypatch):
         # Not the reader's own, nor one that is cut short, nor help.
         if not found or ("." in found[1] and not (ROOT / found[1]).exists()):
             continue
-        if any(word in line for word in ("...", "…", "NAME", "--help")):
+        if any(x in line for x in ("...", "…", "NAME", "--help", "own_method.py")):
             continue
         train_command.main([found[1], *shlex.split(found[2])])
     assert len(made) > 20

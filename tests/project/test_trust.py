@@ -264,7 +264,7 @@ FIELDS = """
     task task.kind task.model task.model.context task.unknown task.__class__ name
     num_steps workers workers.num_workers topology topology.name optimizer.decay_steps
     distributed exchange exchange.addresses step step.xla_options data.skew
-    topology.make optimizer.make optimizer.schedule on_step on_evaluation
+    topology.make optimizer.make optimizer.schedule method on_step on_evaluation
     policy.graphs unknown __class__ straggler.who
 """
 

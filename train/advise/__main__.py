@@ -5,6 +5,7 @@
 processes of the training job.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -20,13 +21,13 @@ from train.advise.rounds_advice import CODECS, EVERY, compare_rounds
 from train.advise.setting import Flags, Setting
 from train.advise.time_to_loss import Contender, read_race
 from train.cli.command import command, show_usage
-from train.cli.load import load_config
+from train.cli.load import load_config, load_function
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, take_sections
-from train.config import CodecName, Config
+from train.cli.sections import ExchangeName, OwnMethod, OwnTopology, take_sections
+from train.config import CodecName, Config, TopologyConfig
 from train.job.distributed import fail_stop, leave, start
 from train.run.method import build_method
 from train.store.log import warn
@@ -47,6 +48,8 @@ def main(arguments: list[str]) -> int:
         codecs: tuple[CodecName, ...] = CODECS,
         race: Path | None = None,
         out: Path = Path("runs/advice"),
+        own_method: OwnMethod = None,
+        own_graph: OwnTopology = None,
     ) -> int:
         """Predicts step times on a cluster, and advises.
 
@@ -68,8 +71,11 @@ def main(arguments: list[str]) -> int:
         """
         if min(every, default=1) < 1:
             raise ValueError(f"every must have numbers of at least 1, got {every}")
-        asked = flags.setting(), steps, seed, every, codecs
-        return look(*asked, out, read_race(race))
+        method = own_method and load_function(own_method, "--method")
+        make = own_graph and load_function(own_graph, "--topology")
+        own = (TopologyConfig(make=make),) if make else ()
+        setting = dataclasses.replace(flags.setting(), own=own, method=method)
+        return look(setting, steps, seed, every, codecs, out, read_race(race))
 
     return from_options(run, prog="decentjax advise", args=arguments)
 
@@ -134,6 +140,8 @@ def _measured(arguments: list[str]) -> int:
         race: Path | None = None,
         out: Path = Path("runs/advice"),
         exchange: ExchangeName = default.exchange.name,
+        own_method: OwnMethod = None,
+        own_graph: OwnTopology = None,
     ) -> int:
         """Measures a config on these processes, predicts its step times, and advises.
 
@@ -146,7 +154,7 @@ def _measured(arguments: list[str]) -> int:
           race: file quality.json of `decentjax bench quality`.
           out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
-        del exchange  # Read above.
+        del exchange, own_method, own_graph  # Read above.
         if min(steps, measured_steps) < 1:
             raise ValueError(
                 "steps and measured_steps must be positive, got "
@@ -189,7 +197,7 @@ def _here(
         return 0
     code = look(setting, steps, config.seed, EVERY, CODECS, out, contenders)
     has = {
-        "topology.make": config.topology.make is not None,
+        "method": config.method is not None,
         "rounds": build_method(config).rounds is not None,
         "step.message_dtype": config.step.message_dtype is not None,
     }

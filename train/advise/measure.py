@@ -65,7 +65,8 @@ def measure(config: Config, num_steps: int) -> Setting:
     """
     # The question is how the topologies would run, whichever algorithm is configured.
     step = dataclasses.replace(config.step, algorithm="awc")
-    config = dataclasses.replace(config, step=step, rounds=RoundsConfig())
+    method, none = config.method, {"rounds": RoundsConfig(), "method": None}
+    config = dataclasses.replace(config, step=step, **none)
     mesh = build_mesh(config)
     if mesh is None:
         raise ValueError(
@@ -105,6 +106,7 @@ def measure(config: Config, num_steps: int) -> Setting:
         overlap=overlap,
         measured=measured,
         own=own,
+        method=method,
         bytes_per_param=exchanges.model_bytes / exchanges.num_params,
         facts=_facts(trace, cluster),
     )

@@ -331,9 +331,10 @@ def _name(config: TopologyConfig) -> str:
 def _flags(config: TopologyConfig, overlap: Overlap) -> str:
     """Returns the options with which any config trains with this topology."""
     where = "background" if overlap == "background" else "in_step"
+    own = [] if config.make is None else [f"--topology {place_of(config.make)}"]
     options = [
         f"--topology.{option.replace('_', '-')} {getattr(config, option)}"
         for option in ("name", *_options(config), "factor", "mean_every")
         if option != "name" or config.make is None
     ]
-    return " ".join([f"--step.algorithm awc --exchange {where}", *options])
+    return " ".join([f"--step.algorithm awc --exchange {where}", *own, *options])

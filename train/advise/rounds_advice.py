@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from decentjax import Rounds, Topology, analysis, runtime
+from decentjax import GradientMean, Rounds, Topology, analysis, runtime
+from decentjax.plan import rounds_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
 from train.cli.config_json import changes
@@ -20,9 +21,11 @@ from train.config import (
     TopologyConfig,
     TopologyName,
     WorkersConfig,
+    build_plan,
     make_codec,
     sends_models,
 )
+from train.fields import place_of
 from train.run.message_bytes import sent_bytes, sent_schedule
 
 STEPS = 64  # Simulated steps of a prediction.
@@ -87,20 +90,47 @@ def compare_rounds(
         workers_per_node=setting.cluster.workers_per_node,
     )
     hides, rows = setting.overlap == "background", []
+    row = functools.partial(_row, setting, all_reduce_step, num_steps, seed)
     for every_steps, codec in itertools.product(every, codecs):
         for graph, rounds in _methods(every_steps, codec, hides).items():
             is_encoded_mean = graph == "complete" and codec != "none"
             if is_encoded_mean and num_workers > MOST_ENCODED:
                 continue
             topology = TopologyConfig(name=graph).build(workers)
-            step = rounds_seconds(setting, rounds, topology, num_steps, seed)
-            sent = _worker_bytes(setting, rounds.build(topology))
-            speed_up, flags = all_reduce_step / step, _flags(graph, rounds)
             name = "DiLoCo" if rounds.outer != "none" else graph
-            rows.append(
-                RoundsRow(name, every_steps, codec, step, speed_up, sent, flags)
-            )
-    return rows
+            flags = _flags(graph, rounds)
+            rows.append(row(name, rounds.build(topology), codec, flags))
+    return rows + _own_rows(setting, row)
+
+
+def _row(
+    setting: Setting,
+    all_reduce_step: float,
+    num_steps: int,
+    seed: int,
+    name: str,
+    rounds: Rounds,
+    codec: str,
+    flags: str,
+) -> RoundsRow:
+    step = rounds_seconds(setting, rounds, num_steps, seed)
+    sent, speed_up = _worker_bytes(setting, rounds), all_reduce_step / step
+    return RoundsRow(name, rounds.every, codec, step, speed_up, sent, flags)
+
+
+def _own_rows(setting: Setting, row: Callable[..., RoundsRow]) -> list[RoundsRow]:
+    """The row of an own method; none of a mean of gradients, which is all-reduce."""
+    if setting.method is None:
+        return []
+    plan = build_plan(setting.method, setting.cluster.num_workers)
+    if isinstance(plan, GradientMean):
+        return []
+    rounds, place = rounds_of(plan), place_of(setting.method)
+    compression = rounds.compression
+    codec = "none" if compression is None else compression.codec.name
+    hides = rounds.delay > 0 and setting.overlap == "background"
+    flags = f"--method {place}{' --exchange background' * hides}"
+    return [row(place, rounds, codec, flags)]
 
 
 def _methods(
@@ -128,8 +158,7 @@ def _flags(graph: TopologyName, rounds: RoundsConfig) -> str:
 
 def rounds_seconds(
     setting: Setting,
-    rounds: RoundsConfig,
-    topology: Topology,
+    rounds: Rounds,
     num_steps: int = STEPS,
     seed: int = 0,
 ) -> float:
@@ -138,19 +167,17 @@ def rounds_seconds(
     Args:
       setting: the question.
       rounds: the rounds.
-      topology: their exchanges.
       num_steps: number of simulated steps that count, or the first whole periods after
         them; a tenth is simulated before, in which the workers' lateness spreads.
       seed: seed of the compute times.
     """
-    built = rounds.build(topology)
-    schedule = sent_schedule(built)
+    schedule, topology = sent_schedule(rounds), rounds.topology
     skipped, counted = (
         whole_periods(schedule.period, x) for x in (num_steps / 10, num_steps)
     )
     is_mean = topology == complete(topology.num_workers)
     cluster = setting.cluster_of(None if is_mean else topology)
-    job = dataclasses.replace(setting.job, model_bytes=_model_bytes(setting, built))
+    job = dataclasses.replace(setting.job, model_bytes=_model_bytes(setting, rounds))
     hidden = setting.overlap != "none"
     simulated = cluster, job, schedule, skipped + counted, seed, hidden
     return runtime.rounds(*simulated).seconds_per_step(skipped)
@@ -163,7 +190,7 @@ def whole_periods(period: int, num_steps: float) -> int:
 
 def _model_bytes(setting: Setting, rounds: Rounds) -> float:
     """The size of the setting's model as it is sent."""
-    if rounds.compression is None and not rounds.keeps_sums:
+    if rounds.compression is None and not rounds.has_hooks:
         return setting.job.model_bytes
     dtype = np.float16 if setting.bytes_per_param == 2 else np.float32
     plenty = [jax.ShapeDtypeStruct((PLENTY,), dtype)]

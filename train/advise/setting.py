@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
-from decentjax import Topology, runtime
+from decentjax import Plan, Topology, runtime
 from decentjax.runtime import Cluster, Compute, Job, Ratios, Times
 from decentjax.runtime.ratios import ratios_of
 from train.config import TopologyConfig
@@ -47,6 +47,7 @@ class Setting:
       measured: seconds of an exchange by topology, and of an all-reduce by None, where
         they are known; all messages are slowed down to match.
       own: topologies to compare in addition to the candidates.
+      method: own method to compare with the rounds.
       bytes_per_param: bytes of a parameter in the job's model.
       facts: lines about where the numbers come from.
     """
@@ -56,6 +57,7 @@ class Setting:
     overlap: Overlap = "in_step"
     measured: Mapping[Topology | None, float] = dataclasses.field(default_factory=dict)
     own: tuple[TopologyConfig, ...] = ()
+    method: Callable[[int], Plan] | None = None
     bytes_per_param: float = 4.0
     facts: tuple[str, ...] = ()
 

@@ -161,7 +161,7 @@ def step_seconds(setting: Setting, config: Config) -> float:
     )
     topology = config.topology.build(workers)
     if method.rounds is not None:
-        return rounds_seconds(setting, config.rounds, topology)
+        return rounds_seconds(setting, config.rounds.build(topology))
     # Of four bytes a number.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))

@@ -17,6 +17,7 @@ from train.cli.read import from_options
 from train.cli.sections import (
     EARLIER,
     KINDS,
+    OWN,
     full_name,
     take_sections,
     with_a_shorter_warmup,
@@ -81,7 +82,8 @@ def take_fields(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
 def _is_field(name: str) -> bool:
     section, dot, _ = name.replace("-", "_").partition(".")
     known = {one.name for one in dataclasses.fields(Config)}
-    return name in KINDS or section in (known if dot else ("num_steps", "seed"))
+    alone = {"num_steps", "seed", *KINDS, *OWN}
+    return section in (known if dot else alone)
 
 
 # As options, for what is unknown.
@@ -153,8 +155,10 @@ def with_changes(
         return config, ()
     if is_new:
         config = with_a_shorter_warmup(config, [f"--{one}" for one in changes])
-    fields = tuple(full_name(field).replace("-", "_") for field in values)
-    return with_fields(config, values), fields
+    fields = [full_name(field).replace("-", "_") for field in values]
+    if "topology.name" in fields:  # It takes the place of the config's own function.
+        fields.append("topology.make")
+    return with_fields(config, values), tuple(fields)
 
 
 def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Config:
@@ -171,7 +175,7 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     schedule = config.optimizer.schedule
     values = {full_name(field): value for field, value in values.items()}
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
-    sections = {*KINDS, *EARLIER}
+    sections = {*KINDS, *EARLIER, *OWN}
     values = {field: value for field, value in values.items() if field not in sections}
     for field, value in values.items():
         now = check_field(config, field, prog or f"--{field}")

@@ -17,7 +17,13 @@ from train.plain_files import read_object
 from train.tasks.shipped import MODULES, is_shipped, shipped_task
 
 # The fields by which what is trained may be the user's own, as `place_of` writes it.
-PLACES = ("task.kind", "topology.make", "optimizer.make", "optimizer.schedule")
+PLACES = (
+    "task.kind",
+    "topology.make",
+    "optimizer.make",
+    "optimizer.schedule",
+    "method",
+)
 HOOKS = ("on_step", "on_evaluation")
 WANTED = f"the task must be one of {', '.join(MODULES)}"
 SECTIONS = {
@@ -130,7 +136,8 @@ def read_fields(path: Path) -> dict[str, Any]:
 def sources(config: Config) -> tuple[str, ...]:
     """Returns the modules and files of what a config trains that is the user's own."""
     fields = json.loads(to_json(config))
-    places = (fields[part][name] for part, name in (x.split(".") for x in PLACES))
+    parts = (place.rpartition(".") for place in PLACES)
+    places = ((fields[x] if x else fields)[name] for x, _, name in parts)
     return tuple(x.partition(":")[0] for x in places if x is not None and ":" in x)
 
 

@@ -1,7 +1,9 @@
 """What users name on the command line: files of Python, and folders."""
 
 import difflib
+import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -110,6 +112,40 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
         wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
         raise ValueError(f"{path} must define {wanted}, got {value!r}")
     return value
+
+
+def load_function(place: str, what: str) -> Any:
+    """Returns a function of a file of Python, FILE.py:NAME, or of a module.
+
+    Args:
+      place: the file or module, and the name.
+      what: the option that takes it, for errors.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if the text is not of that form, the file raises an error, or it has
+        no such function.
+    """
+    file, _, name = place.rpartition(":")
+    if not (file and name.isidentifier()):
+        raise ValueError(f"{what} takes FILE.py:NAME, a function of yours, got {place}")
+    module = sys.modules.get(file) or _load(file, what)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [x for x, one in vars(module).items() if inspect.isfunction(one)]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f": did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{file} has no function {name}{hint}")
+    return found
+
+
+def _load(source: str, what: str) -> ModuleType:
+    if source.endswith(".py"):
+        return load_file(Path(source), f"{what} file", source)
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what} {source} is no module or file: {error}") from error
 
 
 def load_file(path: Path, what: str, module_name: str) -> ModuleType:

@@ -14,8 +14,8 @@ ELSEWHERE = {
     "--workers.num-workers": "workers num-workers nodes num-nodes nnodes world-size "
     "gpus num-gpus devices nproc nproc-per-node ranks",
     "--workers.workers-per-node": "gpus-per-node workers-per-host tasks-per-node",
-    "--topology.name": "topology graph graphs",
-    "--step.algorithm": "algorithm method strategy mode",
+    "--topology.name": "graph graphs",
+    "--step.algorithm": "algorithm strategy mode",
     "--step.batch-per-worker": "batch train-batch-size micro-batch-size "
     "per-device-train-batch-size per-device-batch-size",
     "--step.num-micro-batches": "gradient-accumulation-steps grad-accum "

@@ -5,6 +5,7 @@ kind the options that it has.
 """
 
 import copy
+import dataclasses
 import itertools
 import sys
 import typing
@@ -13,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from train.cli.load import load_function
 from train.config import Config, Exchange, Policy
-from train.fields import nearest
+from train.fields import nearest, place_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "exchange": {kind.name: kind for kind in typing.get_args(Exchange)},
@@ -30,11 +32,15 @@ ALIASES = {
     "batch-size": "step.batch-per-worker",
 }
 
+# Own functions, FILE.py:NAME, by what the option is called.
+OWN = {"method": "method", "topology": "topology.make"}
+
 # Of version 0.2: --exchange.where peers is --exchange peers now.
 EARLIER = {"exchange.where": "exchange", "policy.name": "policy"}
 
 if typing.TYPE_CHECKING:
     ExchangeName = PolicyName = str  # A type checker cannot read the names.
+    OwnMethod = OwnTopology = str | None
 else:
     # Shown by --help, and read by `take_sections`.
     ExchangeName = Annotated[
@@ -46,23 +52,47 @@ else:
         tyro.conf.arg(help="the graph of each step; see --policy NAME --help."),
     ]
 
+    OwnMethod = Annotated[
+        str | None,
+        tyro.conf.arg(
+            name="method",
+            metavar="FILE.py:NAME",
+            help="your own algorithm, a function from the number of workers to a plan.",
+        ),
+    ]
+    OwnTopology = Annotated[
+        str | None,
+        tyro.conf.arg(
+            name="topology",
+            metavar="FILE.py:NAME",
+            help="your own graph, a function from the number of workers to a Topology; "
+            "of a name it is --topology.name.",
+        ),
+    ]
+
 
 def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[str]]:
-    """Takes the names of sections out of a command line.
+    """Takes the names of sections and own functions out of a command line.
 
     Returns:
-      The config with sections of these kinds, not checked as a whole before the other
-      options are read, and these options, by the full names of their fields.
+      The config with sections of these kinds and these functions, not checked as a
+      whole before the other options are read, and these options, by the full names of
+      their fields.
 
     Raises:
-      ValueError: if there is no such kind.
+      ValueError: if there is no such kind or function, or a graph is given twice.
     """
     chosen, rest = _split(options)
     rest = [_in_full(option) for option in rest]
     changed = copy.copy(config)
-    for section, name in chosen.items():
+    for section in KINDS.keys() & chosen.keys():
+        name = chosen[section].replace("-", "_")
         if name != getattr(config, section).name:
             object.__setattr__(changed, section, kind_of(section, name)())
+    if "method" in chosen:
+        method = load_function(chosen["method"], "--method")
+        object.__setattr__(changed, "method", method)
+    _set_graph(changed, chosen.get("topology"), rest)
     for option in rest:
         _check_has(changed, option)
     return changed, rest
@@ -73,6 +103,25 @@ def full_name(field: str) -> str:
     section, _, last = field.rpartition(".")
     full = ALIASES.get(last.replace("_", "-"), field)
     return full if section in ("", full.partition(".")[0]) else field
+
+
+def _set_graph(config: Config, own: str | None, options: Sequence[str]) -> None:
+    """Sets the graph of a command line, in the place of that of a config file."""
+    fields = [one.partition("=")[0] for one in options if one.startswith("--topology.")]
+    given = ["--topology"] if own is not None else fields
+    if config.method is not None and given:
+        raise ValueError(
+            f"{given[0]} would change nothing, as method = {place_of(config.method)} "
+            "has its own graph: leave it out"
+        )
+    if own is not None and "--topology.name" in fields:
+        raise ValueError(
+            f"--topology {own} takes the place of --topology.name: give one of them"
+        )
+    if own is not None or "--topology.name" in fields:
+        make = None if own is None else load_function(own, "--topology")
+        graph = dataclasses.replace(config.topology, make=make)
+        object.__setattr__(config, "topology", graph)
 
 
 def _in_full(option: str) -> str:
@@ -146,9 +195,8 @@ def _split(options: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 file=sys.stderr,
             )
             name = EARLIER[name]
-        if option.startswith("--") and name in KINDS:
-            value = value if equals else next(left, "")
-            chosen[name] = value.replace("-", "_")
+        if option.startswith("--") and (name in KINDS or name in OWN):
+            chosen[name] = value if equals else next(left, "")
         else:
             rest.append(option)
     return chosen, rest

@@ -16,6 +16,7 @@ from train.config.exchange_section import (
 )
 from train.config.graph import TopologyConfig, TopologyName, WorkersConfig
 from train.config.optimizer import OptimizerConfig
+from train.config.own import build_plan
 from train.config.parts import (
     CheckpointConfig,
     DataConfig,
@@ -71,6 +72,7 @@ __all__ = [
     "TopologyConfig",
     "TopologyName",
     "WorkersConfig",
+    "build_plan",
     "make_codec",
     "sends_models",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from decentjax import topology as topologies
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
+from train.config.own import call_own
 from train.fields import checked, place_of
 
 MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
@@ -70,7 +71,8 @@ class TopologyConfig:
         damped; None for no means. With the topology "alone" it is the period of local
         SGD.
       make: your own function from the number of workers to a `Topology`, which replaces
-        the named one and its options; at the top level of a module.
+        the named one and its options; at the top level of a module. On the command line
+        it is `--topology FILE.py:NAME`.
     """
 
     name: TopologyName = "alternating_exponential_ring"
@@ -81,7 +83,7 @@ class TopologyConfig:
     between: TopologyName = "ring"
     factor: float = 1.0
     mean_every: int | None = None
-    make: Callable[[int], Topology] | None = None
+    make: Callable[..., Any] | None = None
 
     def __post_init__(self):
         check_at_most(self, MOST_EXCHANGES, "period", "mean_every")
@@ -126,7 +128,7 @@ class TopologyConfig:
 
 
 def _checked_topology(make: Callable[[int], Topology], num_workers: int) -> Topology:
-    made = make(num_workers)
+    made = call_own(make, "topology.make", num_workers)
     if isinstance(made, Topology) and made.num_workers == num_workers:
         return made
     got = f"one of {made.num_workers}" if isinstance(made, Topology) else repr(made)

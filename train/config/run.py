@@ -5,11 +5,12 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentjax import Rounds
+from decentjax import Plan, Rounds
+from decentjax.plan import topology_of
 from decentjax.topology import Permutations, Topology, matrices
 from train.config.checks import check_at_least
 from train.config.exchange_section import (
@@ -23,6 +24,7 @@ from train.config.exchange_section import (
 )
 from train.config.graph import TopologyConfig, WorkersConfig
 from train.config.optimizer import OptimizerConfig
+from train.config.own import build_plan
 from train.config.parts import (
     CheckpointConfig,
     DataConfig,
@@ -42,6 +44,20 @@ ROUNDING = 1e-9  # Of eigenvalues.
 FOLLOW_EXCHANGES = ("exact_diffusion", "qg_dsgdm")
 
 
+class Algorithm(NamedTuple):
+    """What a config averages.
+
+    Args:
+      name: as `step.algorithm`; of an own method that of its kind of plan.
+      graph: its exchanges, whatever a policy chooses.
+      rounds: its rounds; None without any.
+    """
+
+    name: str
+    graph: Topology
+    rounds: Rounds | None
+
+
 @checked
 class Config:
     """A run.
@@ -51,6 +67,9 @@ class Config:
       num_steps: number of steps per worker.
       task: data, model, loss and evaluation.
       seed: seed of the initial model, the order of the data and all other randomness.
+      method: your own function from the number of workers to a plan, in the place of
+        the topology, the algorithm, the rounds and the policy; at the top level of a
+        module. On the command line it is `--method FILE.py:NAME`.
       on_step: your own function, called after each step in each process with the number
         of steps done, the state of its workers, which the next step donates, and their
         metrics; at the top level of a module.
@@ -76,6 +95,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    method: Callable[..., Any] | None = None
     on_step: Callable[[int, Any, Any], None] | None = None
     on_evaluation: Callable[[int, dict[str, float]], None] | None = None
 
@@ -83,20 +103,38 @@ class Config:
         _check_task(self.task)
         _check_length(self)
         _check_nodes(self.workers)
-        # Raises if the topology does not fit the workers.
-        topology = self.topology.build(self.workers)
-        rounds = None
-        if self.step.algorithm == "rounds":
-            rounds = self.rounds.build(topology)
-        _check_messages(self, rounds)
-        _check_correction(self, topology)
+        _check_method(self)
+        # Raises if the topology or the plan does not fit the workers.
+        algorithm = self.algorithm
+        _check_messages(self, algorithm)
+        _check_correction(self, algorithm)
         match self.exchange:
             case PeerExchange():
-                _check_peers(self, topology, rounds)
+                _check_peers(self, algorithm)
             case QuorumExchange():
-                _check_quorum(self, self.exchange, rounds)
+                _check_quorum(self, self.exchange, algorithm.rounds)
             case GroupExchange():
                 _check_groups(self)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of an own method; None without one."""
+        if self.method is None:
+            return None
+        return build_plan(self.method, self.workers.num_workers)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is averaged; of rounds in fragments, each stands for a leaf."""
+        plan, name = self.plan, self.step.algorithm
+        if plan is None:
+            graph = self.topology.build(self.workers)
+            rounds = self.rounds.build(graph) if name == "rounds" else None
+            return Algorithm(name, graph, rounds)
+        if isinstance(plan, Rounds):
+            return Algorithm("rounds", plan.topology, plan)
+        name = "awc" if isinstance(plan, Topology) else "all_reduce"
+        return Algorithm(name, topology_of(plan), None)
 
     @property
     def is_apart(self) -> bool:
@@ -149,9 +187,31 @@ def _check_nodes(workers: WorkersConfig) -> None:
         )
 
 
-def _check_messages(config: Config, rounds: Rounds | None) -> None:
+def _check_method(config: Config) -> None:
+    """Raises a ValueError for options that say in part what an own method says."""
+    if config.method is None:
+        return
+    others = {
+        "step.algorithm": config.step.algorithm != StepConfig().algorithm,
+        "rounds": config.rounds != RoundsConfig(),
+        "policy": not isinstance(config.policy, FixedPolicy),
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(
+            f"method = {place_of(config.method)} is a whole algorithm: leave "
+            f"{' and '.join(given)} at the default, or leave out the method"
+        )
+    if config.is_elastic or isinstance(config.exchange, GroupExchange):
+        raise ValueError(
+            f"exchange = {config.exchange.name} makes its own plan for the workers "
+            f"that are there, and method = {place_of(config.method)} is another: use "
+            "exchange = peers that are not elastic, or --topology for a graph"
+        )
+
+
+def _check_messages(config: Config, of: Algorithm) -> None:
     """Raises a ValueError for messages that the algorithm cannot send."""
-    algorithm, exchange = config.step.algorithm, config.exchange
+    algorithm, rounds, exchange = of.name, of.rounds, config.exchange
     at_once = rounds is not None and rounds.delay == 0
     is_beside = isinstance(exchange, BackgroundExchange)
     if is_beside and (algorithm == "atc" or at_once):
@@ -167,31 +227,34 @@ def _check_messages(config: Config, rounds: Rounds | None) -> None:
             "begins: it needs one in the compiled step, exchange = in_step, got "
             f"{exchange.name} with {algorithm}"
         )
-    if config.step.message_dtype is not None and config.rounds.codec != "none":
+    if config.step.message_dtype is None:
+        return
+    if algorithm == "all_reduce":
+        raise ValueError("all_reduce sends gradients: leave message_dtype at None")
+    if rounds is not None and rounds.compression is not None:
         raise ValueError(
             "messages have one form: leave step.message_dtype at None, or "
             'rounds.codec at "none"'
         )
 
 
-def _check_correction(config: Config, topology: Topology) -> None:
+def _check_correction(config: Config, of: Algorithm) -> None:
     """Raises a ValueError for corrections that the exchange would break."""
     name = config.optimizer.name if config.optimizer.make is None else ""
-    step, rounds = config.step, config.rounds
-    tracks = step.algorithm == "rounds" and rounds.tracking
-    plain = rounds.every_steps == 1 and rounds.codec == "none" and not tracks
-    in_each_step = step.algorithm in ("awc", "atc") or (
-        step.algorithm == "rounds" and plain
+    step, rounds = config.step, of.rounds
+    tracks = rounds is not None and rounds.keeps_sums
+    plain = rounds is None or (
+        rounds.every == 1 and rounds.compression is None and not rounds.has_hooks
     )
+    in_each_step = of.name != "all_reduce" and plain
     if name in FOLLOW_EXCHANGES and not in_each_step:
         raise ValueError(
             f"optimizer.name = {name} uses the movement by the exchange of each "
             'step: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
-            f"without codec and tracking, got {step.algorithm} with "
-            f"{rounds.every_steps}, {rounds.codec} and {rounds.tracking}"
+            f"without codec and tracking, got {_averages(config)}"
         )
     if name == "exact_diffusion":
-        _check_steady(topology)
+        _check_steady(of.graph)
     if name != "exact_diffusion" and not tracks:
         return
     needed = {
@@ -208,8 +271,9 @@ def _check_correction(config: Config, topology: Topology) -> None:
     for name, (got, wanted) in needed.items():
         if got != wanted:
             raise ValueError(
-                "exact_diffusion and rounds.tracking sum what exchanges move, "
-                "including missing, rounded or non-finite parts, and changes of graph: "
+                "exact_diffusion, rounds.tracking and methods that keep sums add what "
+                "exchanges move, including missing, rounded or non-finite parts, and "
+                "changes of graph: "
                 f"set {name} to {wanted}, got {got}"
             )
 
@@ -252,9 +316,28 @@ def _check_task(task: Any) -> None:
         ) from error
 
 
-def _check_peers(config: Config, topology: Topology, rounds: Rounds | None) -> None:
+def _averages(config: Config) -> str:
+    """What a config averages, for errors."""
+    rounds = config.rounds
+    if config.method is not None:
+        return f"method = {place_of(config.method)}"
+    return (
+        f"{config.step.algorithm} with {rounds.every_steps}, {rounds.codec} and "
+        f"{rounds.tracking}"
+    )
+
+
+def _coded(config: Config) -> str:
+    """What encodes the messages of a config, for errors."""
+    if config.method is not None:
+        return f"method = {place_of(config.method)}"
+    codec = config.rounds.codec
+    return f"rounds.codec = {codec} with rounds.copies or an outer optimizer"
+
+
+def _check_peers(config: Config, of: Algorithm) -> None:
     """Raises a ValueError for options that need collectives between processes."""
-    exchange = config.exchange
+    exchange, topology, rounds = config.exchange, of.graph, of.rounds
     assert isinstance(exchange, PeerExchange)
     _check_apart(config, "awc", "rounds")
     for one in topology:
@@ -266,12 +349,15 @@ def _check_peers(config: Config, topology: Topology, rounds: Rounds | None) -> N
                 "collectives; peers need a graph of single workers, such as ring"
             )
     compression = None if rounds is None else rounds.compression
-    sends_changes = compression is not None and compression.kind.sends_changes
-    if sends_changes and exchange.patience is not None:
+    if (
+        compression is not None
+        and compression.kind.sends_changes
+        and exchange.patience is not None
+    ):
         raise ValueError(
-            f"rounds.codec = {config.rounds.codec} with rounds.copies or an outer "
-            "optimizer sends changes, and a lost message would leave the copies of a "
-            f"worker wrong: set exchange.patience to None, got {exchange.patience}"
+            f"{_coded(config)} sends changes, and a lost message would leave the "
+            "copies of a worker wrong: set exchange.patience to None, got "
+            f"{exchange.patience}"
         )
     if rounds is not None and exchange.way != "arrived":
         raise ValueError(
@@ -316,9 +402,10 @@ def _check_groups(config: Config) -> None:
 def _check_apart(config: Config, *algorithms: str) -> None:
     """Raises a ValueError for options that processes without a job do not support."""
     step, name = config.step, config.exchange.name
-    if step.algorithm not in algorithms:
+    algorithm = config.algorithm.name
+    if algorithm not in algorithms:
         raise ValueError(
-            f"{step.algorithm} with exchange = {name} waits for other workers, and "
+            f"{algorithm} with exchange = {name} waits for other workers, and "
             f"processes of {name} do not wait; set step.algorithm to "
             f'{" or ".join(algorithms)}, or exchange to "auto"'
         )

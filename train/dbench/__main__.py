@@ -30,7 +30,14 @@ from train.cli.tables import counted
 from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
-from train.dbench.grid import OWN, Batch, Cell, Scaling, make_cells, say_left_out
+from train.dbench.grid import (
+    Batch,
+    Cell,
+    Scaling,
+    make_cells,
+    say_left_out,
+    with_own,
+)
 from train.job.distributed import fail_stop, leave, start
 from train.study.tune import Grid, read_grid
 from train.tasks.task import Task, build_task
@@ -60,7 +67,8 @@ def dbench(
     a graph that is not defined at a scale is a row with the reason.
 
     Behind the config its fields are options, as of `train`: `--num-steps 300`.
-    `--topology.name` and `--workers.num-workers` are `graphs` and `workers`.
+    `--topology.name` and `--workers.num-workers` are `graphs` and `workers`; the graph
+    of `--topology FILE.py:NAME` and the algorithm of `--method` are one row more.
 
     As a job of several processes, `decentjax launch -n 4 dbench CONFIG.py ...`, it
     trains the cells that have as many workers as the job has devices.
@@ -70,9 +78,9 @@ def dbench(
     Args:
       config: config file. Its number of workers is the base of `batch` and `scaling`.
       graphs: names of graphs: "all_reduce", functions of `decentjax.topology`,
-        policies with the config's options, or "own" for the config's own graph, which
-        comes by default too if it is made by a function; @10 after a name adds a mean
-        of all models at each tenth step.
+        policies with the config's options, FILE.py:NAME, or "own" for the config's own
+        graph or method, which comes too, under its name, if it is a function; @10 after
+        a name adds a mean of all models at each tenth step.
       workers: numbers of workers.
       seeds: number of seeds.
       first_seed: the first seed.
@@ -104,8 +112,7 @@ def dbench(
             f"--scaling {scaling} sets the learning rate that --tune chooses: leave "
             "one of them out"
         )
-    if graphs == GRAPHS and base.topology.make is not None:
-        graphs = (OWN, *graphs)
+    graphs = with_own(base, graphs)
     cells = make_cells(base, graphs, workers, batch, scaling)
     numbers = range(first_seed, first_seed + seeds)
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from train.cli.changes import with_fields
+from train.cli.load import load_function
 from train.cli.sections import KINDS
 from train.config import Config, FixedPolicy, Policy, RoundsConfig, TopologyConfig
 from train.fields import place_of
@@ -90,13 +91,28 @@ def make_cells(
     ]
 
 
+def with_own(config: Config, graphs: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the graphs, with the config's own function under its name.
+
+    It comes first where it is not among them as "own".
+    """
+    make = config.method or config.topology.make
+    if make is None:
+        return graphs
+    place = place_of(make)
+    named = tuple(re.sub(rf"^{OWN}(?=@|$)", lambda _: place, name) for name in graphs)
+    has_own = any(name.partition("@")[0] == place for name in named)
+    return named if has_own else (place, *named)
+
+
 def say_left_out(config: Config, graphs: Sequence[str]) -> str | None:
     """Says that no graph is the config's own with its policy, if that is so."""
+    if config.method is not None:
+        return None
     named = {graph.partition("@")[0] for graph in graphs}
     if graph_fields(config, OWN) in [graph_fields(config, name) for name in named]:
         return None
-    graph, policy = config.topology, config.policy
-    name = graph.name if graph.make is None else place_of(graph.make)
+    name, policy = config.topology.name, config.policy
     also = "" if isinstance(policy, FixedPolicy) else f" by the policy {policy.name}"
     return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
 
@@ -105,8 +121,9 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     """Returns the fields of a config that a graph's name sets.
 
     A name is "all_reduce", a function of `decentjax.topology`, a policy, with options
-    as in `thinning:degree=16`, by default those of the config, or "own" for the
-    config's graph; `@10` after it adds a mean of all models at each tenth step.
+    as in `thinning:degree=16`, by default those of the config, a function FILE.py:NAME,
+    or "own" for the config's graph; `@10` after it adds a mean of all models at each
+    tenth step.
 
     Raises:
       ValueError: if there is no such graph.
@@ -115,13 +132,18 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     name, *options = named.split(":")
     if at and (not re.fullmatch("0*[1-9][0-9]*", period) or name in OWN_GRAPHS):
         raise ValueError(f"wanted GRAPH or GRAPH@STEPS, such as ring@10, got {graph!r}")
+    make = None
+    if options and name not in POLICIES and "=" not in named:
+        make, options = load_function(named, "--graphs"), []
+        if make is config.method:
+            return _of_method(graph)
     if options and name not in POLICIES:
         raise ValueError(
             f"only the policies {', '.join(sorted(POLICIES))} take options, as in "
             f"thinning:degree=16, got {graph!r}"
         )
     step, topology = config.step, config.topology
-    if build_method(config).sends_gradients:
+    if build_method(dataclasses.replace(config, method=None)).sends_gradients:
         raise ValueError(
             "the config's own step averages gradients: give one with step.algorithm = "
             f'"awc" or "atc", and "{ALL_REDUCE}" as a graph'
@@ -131,16 +153,26 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         topology = TopologyConfig(name="complete")
     elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
         topology = dataclasses.replace(topology, name="complete", make=None)
+    elif make is not None:
+        topology = dataclasses.replace(topology, make=make)
     elif name not in POLICIES and name != OWN:
         # Its own function would go before any name.
         topology = dataclasses.replace(topology, name=name, make=None)
-    policy = config.policy if name == OWN else FixedPolicy()
+    is_own = name == OWN or (make is not None and make is config.topology.make)
+    policy = config.policy if is_own else FixedPolicy()
     if name in POLICIES:
         policy = _policy(config, name, options)
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))
-    fields = {"step": step, "topology": topology, "policy": policy}
+    fields = {"step": step, "topology": topology, "policy": policy, "method": None}
     return fields | ({"rounds": RoundsConfig()} if name == ALL_REDUCE else {})
+
+
+def _of_method(graph: str) -> dict[str, Any]:
+    """The fields that the config's own method sets: none, as it has its own graph."""
+    if "@" in graph:
+        raise ValueError(f"a method has its own graph, without means, got {graph!r}")
+    return {}
 
 
 def _policy(config: Config, name: str, options: list[str]) -> Policy:
@@ -158,7 +190,8 @@ def _cell(
     batch: Batch,
     power: float,
 ) -> Cell:
-    base, step, optimizer = config.workers, fields["step"], config.optimizer
+    base, optimizer = config.workers, config.optimizer
+    step = fields.get("step", config.step)
     if count % base.workers_per_node:
         why = f"{count} workers do not fill nodes of {base.workers_per_node}"
         return Cell(graph, count, None, why)

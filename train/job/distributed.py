@@ -122,7 +122,7 @@ def meet(config: Config) -> list[str]:
     """
     fields = json.loads(to_json(config))
     del fields["distributed"]["process_id"]  # The only field in which they may differ.
-    topology = config.topology.build(config.workers)
+    topology = config.algorithm.graph
     own = {
         "config": fields,
         "topology": hashlib.sha256(repr(topology.exchanges).encode()).hexdigest()[:12],

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from decentjax.plan import topology_of
 from decentjax.topology import Topology
 from train.cli.config_json import make, read_fields
-from train.config import TopologyConfig, WorkersConfig
+from train.cli.trust import find_own
+from train.config import TopologyConfig, WorkersConfig, build_plan
 from train.run.run_info import read_facts
 from train.store.folder import check_run, process_folders
 from train.store.log import METRICS, read_metrics
@@ -62,7 +64,11 @@ class History:
         # Not `from_fields`, which would refuse other fields of an older version.
         try:
             topology = make(TopologyConfig, self.config["topology"], trust)
-            return topology.build(make(WorkersConfig, self.config["workers"]))
+            workers = make(WorkersConfig, self.config["workers"])
+            if (place := self.config.get("method")) is not None:
+                plan = build_plan(find_own(place, trust, "method"), workers.num_workers)
+                return topology_of(plan)
+            return topology.build(workers)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.folder} has the config of another version: {error}"

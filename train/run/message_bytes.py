@@ -17,11 +17,11 @@ from train.store.log import warn
 
 def warn_of_few(config: Config, rounds: Rounds | None) -> None:
     """Warns if the steps from one round to the next are more than those of the run."""
-    steps = config.rounds.every_steps
-    if rounds is not None and steps > config.num_steps:
+    if rounds is not None and rounds.every > config.num_steps:
         count = rounds.schedule.count(config.num_steps)
+        name = "rounds.every_steps" if config.method is None else "every"
         warn(
-            f"rounds.every_steps = {steps} is more than num_steps = "
+            f"{name} = {rounds.every} is more than num_steps = "
             f"{config.num_steps}: the run has {counted(count, 'round')}"
         )
 

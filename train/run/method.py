@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from decentjax import (
     AXIS,
     Exchange,
+    GradientMean,
     Plan,
     Rounds,
     WorkerState,
@@ -135,6 +136,8 @@ def build_method(config: Config, task: Task | None = None) -> Method:
       ValueError: if rounds are given to another algorithm, or no leaf falls into one of
         their fragments.
     """
+    if config.method is not None:
+        return _own(config, task)
     if config.step.algorithm != "rounds" and config.rounds != RoundsConfig():
         raise ValueError(
             'the fields of rounds are for step.algorithm = "rounds", got '
@@ -143,19 +146,47 @@ def build_method(config: Config, task: Task | None = None) -> Method:
     if config.step.algorithm == "all_reduce":
         return _all_reduce(config)
     if config.step.algorithm == "rounds":
-        method = _in_rounds(config, task)
+        graph = config.topology.build(config.workers)
+        rounds = config.rounds.build(graph, _sizes(config, task))
+        method = _in_rounds(config, task, rounds)
     else:
-        method = _every_step(config, longest_dim if task is None else task.shard)
+        method = _chosen(config, task)
     warn_of_plan(method.plan)
     return method
 
 
-def _every_step(config: Config, rule: Rule) -> Method:
-    is_early = config.step.algorithm == "awc"
+def _own(config: Config, task: Task | None) -> Method:
+    """The method of a plan of the user's own."""
+    plan, place = config.plan, config.method
+    assert plan is not None
+    assert place is not None
+    if isinstance(plan, GradientMean):
+        method = _all_reduce(config)
+    elif isinstance(plan, Topology):
+        method = _every_step(config, task, plan, plan)
+    else:
+        method = _in_rounds(config, task, plan)
+    warn_of_plan(plan)
+    return dataclasses.replace(method, name=place.__name__)
+
+
+def _chosen(config: Config, task: Task | None) -> Method:
+    """Averages in every step, over the graphs of a policy."""
     graph, policy = config.topology.build(config.workers), build_policy(config)
     is_fixed = isinstance(config.policy, FixedPolicy)
     menu = graph if is_fixed else policy.menu
-    plan = menu if is_early else Rounds(menu)
+    plan = menu if config.step.algorithm == "awc" else Rounds(menu)
+    return dataclasses.replace(
+        _every_step(config, task, plan, graph),
+        policy=None if is_fixed else policy,
+        first_graph=init_graph(config.policy),
+    )
+
+
+def _every_step(
+    config: Config, task: Task | None, plan: Topology | Rounds, graph: Topology
+) -> Method:
+    is_early = isinstance(plan, Topology)
 
     def times(in_thread: bool, cluster: Any, job: Any, *rest: Any) -> runtime.Times:
         if in_thread:
@@ -166,24 +197,24 @@ def _every_step(config: Config, rule: Rule) -> Method:
         config.step.algorithm,
         plan,
         graph,
-        bind_mix(config.step, rule),
+        _mix_of(config, task),
         is_early,
         functools.partial(_in_thread, plan),
         _whole(config),
         functools.partial(step_bytes, config),
         times,
-        policy=None if is_fixed else policy,
-        first_graph=init_graph(config.policy),
     )
+
+
+def _mix_of(config: Config, task: Task | None) -> Callable[..., Any]:
+    return bind_mix(config.step, longest_dim if task is None else task.shard)
 
 
 def _in_thread(plan: Plan, local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
     return gossip.Background(local, plan, mesh, **options)
 
 
-def _in_rounds(config: Config, task: Task | None) -> Method:
-    graph = config.topology.build(config.workers)
-    rounds = config.rounds.build(graph, _sizes(config, task))
+def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
 
     def sent(taken: Event, model: Any) -> Sent | None:
         one = taken.sends
@@ -196,14 +227,13 @@ def _in_rounds(config: Config, task: Task | None) -> Method:
         del in_thread  # Their delay says what is hidden.
         return runtime.rounds(cluster, job, sent_schedule(rounds), *rest)
 
-    rule = longest_dim if task is None else task.shard
-    average = bind_mix(config.step, rule) if rounds.compression is None else None
+    average = _mix_of(config, task) if rounds.compression is None else None
     return Method(
         config.step.algorithm,
         rounds,
-        graph,
+        rounds.topology,
         average,
-        config.rounds.delay > 0,
+        rounds.delay > 0,
         functools.partial(_in_thread, rounds),
         sent,
         functools.partial(sent_bytes, rounds, None),

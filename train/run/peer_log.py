@@ -168,7 +168,7 @@ def _distrusted(one: gossip.LeftOut) -> str:
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:
     """The workers of other processes from which these receive."""
-    graph = matrices(config.topology.build(config.workers))
+    graph = matrices(config.algorithm.graph)
     found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
     return found - set(workers)
 

@@ -173,12 +173,14 @@ def _check_workers(
             f"and is {after}; say what becomes of the {before} models, with "
             "--resume.workers mean, repeat or select"
         )
-    sums = config.rounds.tracking or config.optimizer.name == "exact_diffusion"
+    rounds = config.algorithm.rounds
+    sums = rounds is not None and rounds.keeps_sums
+    sums |= config.optimizer.name == "exact_diffusion"
     if sums and resume.workers != "mean":
         raise ValueError(
-            "rounds.tracking and exact_diffusion carry parts of a sum over all "
-            f"workers, of which --resume.workers {resume.workers} would drop or repeat "
-            "some: take mean"
+            "rounds.tracking, exact_diffusion and methods that keep sums carry parts "
+            "of a sum over all workers, of which --resume.workers "
+            f"{resume.workers} would drop or repeat some: take mean"
         )
     if resume.workers == "select" and after > before:
         raise ValueError(
@@ -342,9 +344,10 @@ def trained_by(fields: dict[str, Any], names: Sequence[str] = FREE) -> dict[str,
       names: those that may differ, such as "task.data".
     """
     kept = without(fields, names)
-    for part, name in (place.split(".") for place in PLACES):
-        if isinstance(place := kept.get(part, {}).get(name), str):
-            kept[part][name] = place.rpartition(":")[2]
+    for section, _, name in (place.rpartition(".") for place in PLACES):
+        part = kept.get(section, {}) if section else kept
+        if isinstance(place := part.get(name), str):
+            part[name] = place.rpartition(":")[2]
     return kept
 
 

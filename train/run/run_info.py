@@ -233,7 +233,7 @@ def _graph(config: Config) -> str:
     """What the workers average over."""
     if not isinstance(config.policy, FixedPolicy):
         return f"the graphs of the policy {config.policy.name}"
-    return config.topology.build(config.workers).name
+    return config.algorithm.graph.name
 
 
 def _exchange(config: Config, mesh: Mesh | None) -> str:

@@ -67,12 +67,13 @@ def build_step(
     method, options = build_method(config, task), options_on(mesh, config.step)
     key = mesh, config.step, task.loss_fn, config.optimizer, config.num_steps
     key = *key, method.is_early
-    if method.sends_gradients or config.rounds.tracking:
+    rounds = method.rounds
+    if method.sends_gradients or (rounds is not None and rounds.has_hooks):
         whole = functools.partial(_whole_program, method.plan)
         return lambda state, batch, taken: whole(taken, *key)(state, batch)
     average = bind_mix(config.step)
-    if method.rounds is not None and method.rounds.compression is not None:
-        average = default_mix(method.rounds)
+    if rounds is not None and rounds.compression is not None:
+        average = default_mix(rounds)
 
     @functools.cache
     def program(function: Callable, *static: Any, **named: Any) -> Callable:

@@ -84,6 +84,7 @@ OTHERS = {
         3.0,
         adapts("damping") | optimizer(decay="cosine", warmup_steps=0),
     ),
+    "method": (topology.complete, on("ring")),
     "step.algorithm": ("atc", {}),
     "step.batch_per_worker": (3, {}),
     "step.num_micro_batches": (2, {}),

@@ -27,7 +27,8 @@ from train.dbench.__main__ import dbench
 from train.dbench.cells import Result, train_cell
 from train.dbench.claims import claims
 from train.dbench.dbench_report import table
-from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out
+from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out, with_own
+from train.fields import place_of
 from train.figures.dbench_figure import draw_points
 from train.study.outcome import SeedsOutcome
 from train.study.seeds import train_seeds
@@ -44,6 +45,10 @@ LINE = dataclasses.replace(
     topology=TopologyConfig(name="ring"),
 )
 MODEL_BYTES = 8  # Two numbers of float32.
+
+
+def ring_again(num_workers):
+    return topology.ring(num_workers)
 
 
 def cells(graphs=("ring",), workers=(4,), batch="local", scaling="none"):
@@ -92,7 +97,6 @@ def test_graphs_have_names_and_policies_too():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"topology": TopologyConfig(make=topology.alone)}, "topology:alone"),
         ({"topology": TopologyConfig(name="one_peer_ring")}, "one_peer_ring"),
         ({"policy": ThinningPolicy(degree=2)}, "ring by the policy thinning"),
     ],
@@ -104,6 +108,23 @@ def test_the_graph_of_the_config_is_a_row_or_is_named(changes, name):
     assert f"{name}; --graphs own" in say_left_out(own, ("ring", "complete"))
     assert say_left_out(own, ("ring", "own@3")) is None
     assert say_left_out(LINE, ("ring", "complete")) is None
+
+
+@pytest.mark.parametrize("field", ["topology", "method"])
+def test_a_function_of_the_config_is_a_row_under_its_name(field):
+    value = TopologyConfig(make=topology.alone) if field == "topology" else ring_again
+    own = dataclasses.replace(LINE, **{field: value})
+    place = place_of(topology.alone if field == "topology" else ring_again)
+    for given in (("complete",), ("own", "complete"), ("complete", place)):
+        graphs = with_own(own, given)
+        assert sorted(graphs) == sorted((place, "complete"))
+        made = make_cells(own, graphs, (4,), "local", "none")
+        configs = {cell.graph: cell.config for cell in made}
+        assert getattr(configs[place], field) == value
+        assert configs["complete"].method is configs["complete"].topology.make is None
+    assert say_left_out(own, graphs) is None
+    assert with_own(LINE, ("ring",)) == ("ring",)
+    assert with_own(own, ("own@3",)) == (f"{place}@3",)
 
 
 def test_workers_that_do_not_fill_their_nodes_are_a_row():

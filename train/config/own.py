@@ -1,0 +1,50 @@
+"""Own functions of the number of workers: a graph, or a method as a plan."""
+
+from collections.abc import Callable
+
+from decentjax import Plan
+from train.fields import place_of
+
+Make = Callable[[int], Plan]
+
+
+def build_plan(make: Make, num_workers: int) -> Plan:
+    """Returns the plan of an own function.
+
+    Raises:
+      ValueError: if it raises an error, returns no plan, one that does not hash, or one
+        of another number of workers.
+    """
+    made = call_own(make, "method", num_workers)
+    if not isinstance(made, Plan):
+        wanted = "a Topology, Rounds, or methods.all_reduce(num_workers)"
+    elif made.num_workers != num_workers:
+        wanted, made = f"a plan of {num_workers} workers", f"one of {made.num_workers}"
+    elif not _hashes(made):
+        wanted = "a plan that hashes, of numbers, tuples and functions, without arrays"
+    else:
+        return made
+    raise ValueError(f"method = {place_of(make)} must return {wanted}, got {made}")
+
+
+def call_own(make: Callable, field: str, num_workers: int) -> object:
+    """Returns what an own function of a field makes of the number of workers.
+
+    Raises:
+      ValueError: if it raises an error.
+    """
+    try:
+        return make(num_workers)
+    except Exception as error:
+        raise ValueError(
+            f"{field} = {place_of(make)} must take the number of workers, and raises "
+            f"for {num_workers}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _hashes(plan: Plan) -> bool:
+    try:
+        hash(plan)
+    except TypeError:
+        return False
+    return True
