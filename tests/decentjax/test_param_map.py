@@ -117,7 +117,7 @@ def test_both_trees_that_tracking_sends_are_of_the_params():
     plan = methods.gradient_tracking(topology.ring(3), num_steps=4, delay=2)
     first = state_of(plan)
     extra = map_params(tagged, first.params, first, tags()).extra
-    for tree in (extra.tracker, extra.gradient):
+    for tree in (extra.values["tracker"], extra.values["gradient"]):
         assert values(tree["c"]["w"]) == {40.0}
     got = {number: values(x) for number, x in extra.carried.sent.items()}
     wanted = {number: {10.0 * (number % 6) + 10} for number in got}
@@ -154,7 +154,8 @@ def test_params_may_be_called_by_numbers(params):
     names = structure.unflatten(range(1, len(leaves) + 1))
     first = init_state(params, ADAM, jax.random.key(0), plan)
     state = map_params(tagged, first.params, first, names)
-    for tree in (state.opt_state[0].mu, state.extra.tracker, state.params):
+    tracker = state.extra.values["tracker"]
+    for tree in (state.opt_state[0].mu, tracker, state.params):
         found = [values(x) for x in jax.tree.leaves(tree)]
         assert found == [{n + 1.0} for n in range(len(leaves))]
     sent = [values(x) for _, x in sorted(state.extra.carried.sent.items())]
