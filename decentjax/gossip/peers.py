@@ -269,15 +269,16 @@ class Peers(PeerStep):
             self._open(self._rounds.pack(state), batch, -1 if is_elastic else step)
             self._check_begins(step, ended)
         while True:
-            if self._must_look(step):
-                found = self._joined(state, batch if is_first else None, step, ended)
+            if self._must_look(found.step):
+                new = self._joined(found, batch if is_first else None, ended)
+                found = new if found.how == "own" or new.how == "joined" else found
             if ended() or self._has_quorum():
                 break
             self._is_away = True  # The others may train without this process.
             time.sleep(QUORUM_SECONDS)
         self.links.met = self.alive()
-        due = self._peers.due(found.step) if found.how != "joined" else found.step
-        if due > found.step:
+        continues = found.step == self._next
+        if continues and (due := self._peers.due(found.step)) > found.step:
             self.skip_to(due)
             found = found._replace(step=due, how="behind")
         if self._peers.elastic is not None:
@@ -361,21 +362,15 @@ class Peers(PeerStep):
         squares = sum(np.mean([_squared(x) for x in one]) for one in groups)
         return math.sqrt(squares / len(self._peers.party.workers))
 
-    def _joined(
-        self,
-        state: WorkerState,
-        batch: Any,
-        step: int,
-        ended: Callable[[], bool],
-    ) -> Admitted:
+    def _joined(self, own: Admitted, batch: Any, ended: Callable[[], bool]) -> Admitted:
         """The state and the step of a peer that is ahead, once it has sent them.
 
         Waits as long as one is: a model from before would move that of all others.
         """
         peers, elastic = self._peers, self._peers.elastic
         alone = 0.0 if elastic is None else elastic.alone_seconds
-        after = step if elastic else step + MOST_BEHIND
-        packed, messages = self._rounds.pack(state), []
+        after = own.step if elastic else own.step + MOST_BEHIND
+        packed, messages = self._rounds.pack(own.state), []
         self.links.at(-1)  # It takes no part meanwhile.
         if self.links.find_ahead(after, alone, ended) and batch is not None:
             # Otherwise the others would be far ahead by then.
@@ -383,7 +378,7 @@ class Peers(PeerStep):
         for worker in peers.party.workers:
             message = peers.whole(worker, after, ended)
             if message is None:
-                return Admitted(state, step, "alone")
+                return own._replace(how="alone")
             messages.append(message)
         for worker in peers.party.workers:
             if peers.ledger is not None:
