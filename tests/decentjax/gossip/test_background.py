@@ -298,7 +298,7 @@ def test_a_step_that_is_refused_leaves_the_shared_thread_to_others():
         return state, {}
 
     users = SharedEngine._users.total()
-    with pytest.raises(TypeError, match="gradient tracking changes the gradient"):
+    with pytest.raises(TypeError, match="Tracking changes the gradient"):
         gossip.Background(own, methods.gradient_tracking(TWO), worker_mesh(2))
     assert SharedEngine._users.total() == users
 

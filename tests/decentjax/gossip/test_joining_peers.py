@@ -225,9 +225,9 @@ def test_the_first_process_waits_for_its_quorum_before_its_first_step(tmp_path):
     assert begun[0][1] > begun[1][0]
 
 
-def test_a_worker_alone_is_its_own_quorum(tmp_path):
-    """N = 1: there is nobody to wait for, not even for a moment."""
-    plan, party = methods.diloco(1, 2), party_of(tmp_path, [0])
+@pytest.mark.parametrize("n", [1, 2])
+def test_who_has_no_other_process_waits_for_none(n, tmp_path):
+    plan, party = methods.diloco(n, 2), party_of(tmp_path, range(n))
     elastic = Elastic(topology.complete, alone_seconds=LONG)
     options = {"merge": Quorum(1), "patience": LONG, "elastic": elastic}
     with Peers(LOCAL, plan, party, **options) as step:

@@ -17,6 +17,7 @@ from decentjax import init_state, local_update, place, topology
 from decentjax.exchange import among, apply
 from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.membership import Living
+from decentjax.gossip.peer_port import PeerPort
 from decentjax.links import Links, Message, Piece, Said
 from decentjax.topology import matrices
 from tests.jobs import read_step, spawn, wait_until
@@ -194,9 +195,10 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     assert jnp.array_equal(joined.key, state.key)
 
 
-def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
+def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path, monkeypatch):
     local = local_update(loss_fn=loss_fn, optimizer=optax.sgd(0.0))
-    both_done = threading.Barrier(2)
+    both_there, both_done = threading.Barrier(2), threading.Barrier(2)
+    monkeypatch.setattr(PeerPort, "living", lambda _: [0, 1])  # From the first step on.
 
     def one(worker):
         party = party_of(tmp_path, [worker])
@@ -209,6 +211,9 @@ def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
         with Peers(local, topology.ring(2), party, **options) as peers:
             assert peers.apart() is None
             # Not step 0, before which all workers must have one model.
+            peers._open(state, batch, 10)
+            wait_until(peers.alive)
+            both_there.wait(LONG)
             state, _ = peers.advance(state, batch, 10)
             both_done.wait(LONG)
         return peers.apart(), float(state.params["scalar"][0])
@@ -267,15 +272,9 @@ def test_a_state_that_is_not_older_is_adopted(pair, monkeypatch):
     monkeypatch.setattr(Links, "wait", found)
     peers = Peers(LOCAL, topology.ring(2), party_of("unused", [1]))
     peers._peers._links = guest
-    end = time.monotonic() + LONG
-    message = peers._peers.whole(1, after=10, end=end, alone=end)
+    message = peers._peers.whole(1, 10, lambda: False)
     assert message is not None
     assert message.said.step == 20
-
-
-def test_who_has_no_other_process_waits_for_none(tmp_path):
-    peers = Peers(LOCAL, topology.ring(2), party_of(tmp_path, [0, 1]))
-    assert peers._peers.whole(0, after=-1, end=math.inf, alone=math.inf) is None
 
 
 @pytest.mark.slow
