@@ -470,10 +470,10 @@ def test_narrow_params_are_tracked_in_float32_or_refused():
     for t, batch in enumerate(batches):
         state, _ = step(state, batch, t)
     assert state.params.dtype == jnp.bfloat16
-    assert state.extra.tracker.dtype == jnp.float32
+    assert state.extra.values["tracker"].dtype == jnp.float32
     # The mean of all y is that of the gradients, whose own dtype is that of the params.
     gradients = np.asarray(jnp.asarray(batches[-1], jnp.bfloat16), np.float32)
-    found = np.asarray(state.extra.tracker).mean(0)
+    found = np.asarray(state.extra.values["tracker"]).mean(0)
     np.testing.assert_allclose(found, gradients.mean(0), atol=1e-5)
     with pytest.raises(ValueError, match="float32 or wider, got bfloat16"):
         exact_diffusion(optimizer).init(params)
