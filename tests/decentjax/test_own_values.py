@@ -170,7 +170,7 @@ def test_peers_whose_own_values_differ_refuse_each_other(tmp_path):
         with gossip.Peers(LOCAL, plan, party, patience=np.inf) as step:
             state = step.init(PARAMS, jax.random.key(0))
             with pytest.raises(ConnectionError, match="no message of the workers"):
-                step(state, place(jnp.ones((1,)), party.mesh), 0)
+                step.advance(state, place(jnp.ones((1,)), party.mesh), 0)
             return " ".join(step.refused.values())
 
     found = in_threads(work, 2)
