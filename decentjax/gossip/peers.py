@@ -276,7 +276,7 @@ class Peers(PeerStep):
                 break
             self._is_away = True  # The others may train without this process.
             time.sleep(QUORUM_SECONDS)
-        self.links.met = self.alive()
+        self.links.met = {*self.alive(), *self._peers.party.workers}
         continues = found.step == self._next
         if continues and (due := self._peers.due(found.step)) > found.step:
             self.skip_to(due)

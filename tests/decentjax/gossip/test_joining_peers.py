@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import math
 import threading
 import time
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decentjax import gossip, methods, topology
+from decentjax import gossip, methods, simulate, topology
 from decentjax.gossip import Elastic, Peers, Quorum
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.links import Links
@@ -263,3 +264,26 @@ def test_a_batch_is_read_once_for_each_worker_and_step(tmp_path):
         while t < 3:
             state, t, _ = step(state, ask, t)
     assert asked == [(i, t) for t, i in itertools.product(range(3), (0, 1))]
+
+
+def test_workers_of_one_process_mix_with_each_other_too(tmp_path):
+    """Two processes of two workers have the numbers of the simulation."""
+    graph, done = topology.ring(4), threading.Barrier(2)
+
+    def work(process):
+        party = party_of(tmp_path, [2 * process, 2 * process + 1])
+        with Peers(LOCAL, graph, party, patience=math.inf) as step:
+            state, t = step.init(PARAMS, KEY), 0
+            while t < 4:
+                state, t, _ = step(state, read, t)
+            done.wait(LONG)
+            return jax.device_get(state.params)
+
+    found = jax.tree.map(lambda *x: np.concatenate(x), *in_threads(work, 2))
+    train_step, rows = simulate(LOCAL, graph), np.arange(1.0, 5.0, dtype=np.float32)
+    state = train_step.init(PARAMS, KEY)
+    for t in range(4):
+        state, _ = train_step(state, rows, t)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, state.params
+    )
