@@ -467,10 +467,9 @@ def anchors(params: Any, carried: RoundState | OwnState) -> Any:
       >>> rounds.anchors(state.params, state.extra)["w"].shape
       (2, 3)
     """
-    if isinstance(carried, OwnState):
-        carried = carried.carried
+    of = carried.carried if isinstance(carried, OwnState) else carried
     leaves, structure = jax.tree.flatten(params)
-    found = [carried.anchor.get(number, x) for number, x in enumerate(leaves)]
+    found = [of.anchor.get(number, x) for number, x in enumerate(leaves)]
     return structure.unflatten(found)
 
 
