@@ -76,6 +76,8 @@ class Peers(Beside):
     that have come, weighted by what they were trained on. A slow worker takes part in
     the rounds of the others with fewer steps.
 
+    Over `methods.wagma` no group waits for a late member, whose earlier model counts.
+
     Before it sends anything, a process that finds peers ahead of it takes the model,
     the optimizer's state and everything else except the random key of one of them, and
     continues at its step: one that is new or was started again, if its patience is
@@ -85,13 +87,14 @@ class Peers(Beside):
     Args:
       local: as in `Background`.
       plan: topology of single workers, such as `ring` or `exponential`, whose exchanges
-        each worker takes in turn independently; or rounds.
+        each worker takes in turn independently; or rounds, such as `methods.wagma`.
       party: this process, its workers, and how it finds its peers.
       merge: how models are used: "arrived" averages with the models received so far,
         "swaps" over a topology swaps models with peers, see `decentjax.gossip.merging`;
         a `Quorum` merges contributions.
       patience: longest time that a step or round waits for models, in seconds, or an
-        `AutoPatience`; with a quorum, once that is there.
+        `AutoPatience`; with a quorum, once that is there; over `methods.wagma` for
+        live but silent workers, and the slowest in a mean of all.
       elastic: how to continue when workers join and leave: an exchange is then that of
         `elastic.graph` over the live workers, and the plan's topology, that of all
         workers, gives their largest number.

@@ -272,24 +272,6 @@ def test_a_repeated_run_drops_the_models_that_it_has_used(order):
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "group_size"),
-    [(n, 2**s) for n in (1, 2, 4, 8, 16, 64) for s in range(n.bit_length())],
-)
-def test_partners_are_members_of_the_butterflys_groups(num_workers, group_size):
-    if group_size == 1:
-        return  # Alone.
-    groups = methods.wagma(num_workers, group_size, 1000)
-    graph = topology.butterfly_groups(num_workers, group_size)
-    for step in range(2 * graph.period):
-        members = {0}
-        for hop in groups.hops(step):
-            members |= {member ^ hop for member in members}
-        wanted = {frozenset(group) for group in graph[step].between.members}
-        got = {frozenset(i ^ j for j in members) for i in range(num_workers)}
-        assert got == wanted
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"num_workers": 6}, "num_workers to be a power of two, got 6"),
