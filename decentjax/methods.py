@@ -15,8 +15,16 @@ from decentjax._core.public_names import names_of
 from decentjax.exchange import Topology
 from decentjax.plan import GradientMean
 from decentjax.rounds import Rounds, blend, cut_leaves, replace, stacked_rows
-from decentjax.topology import complete, random_matching
+from decentjax.topology import (
+    alone,
+    butterfly_groups,
+    complete,
+    default_group_size,
+    random_matching,
+    with_mean_every,
+)
 from decentjax.tracking import Tracking
+from decentjax.wagma import Wagma
 
 
 def all_reduce(num_workers: int) -> GradientMean:
@@ -229,6 +237,41 @@ def _sgd(
     if isinstance(momentum, float | int) and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be in [0, 1), got {momentum}")
     return optax.sgd(learning_rate, momentum, nesterov=nesterov)
+
+
+def wagma(
+    num_workers: int, group_size: int | None = None, period: int = 10, delay: int = 0
+) -> Wagma:
+    """WAGMA-SGD: in each step means over small groups, which change, at times over all.
+
+        x' = x + update(grad f(x)),    x <- (sum of the models x' of the group) / S
+
+    Groups are those of `butterfly_groups`. Between peers a group waits for no late
+    member: the first one begins, late ones take part with the model that they offered
+    before, and then add their own, `x <- (sum + x') / (S + 1)`. So a model in a sum is
+    at most `period` steps old, and after each mean of all the models are equal. A sum
+    takes log2 S models on each link; dead processes are left out.
+
+    Args:
+      num_workers: N, a power of two.
+      group_size: S, a power of two from 1 to N; by default that of `butterfly_groups`.
+      period: steps from one mean of all workers, who wait for each other, to the next.
+      delay: 1 averages the models with which a step begins, beside its gradient, as
+        the authors' code; 0, after its update, is the paper's.
+
+    Examples:
+      >>> from decentjax import methods
+      >>> plan = methods.wagma(num_workers=8, group_size=4, period=10)
+      >>> plan.hops(0), plan.hops(1), plan.hops(9)
+      ([1, 2], [4, 1], [1, 2, 4])
+
+    Source: Li et al., WAGMA-SGD (2020), algorithms 1 and 2; the printed shift of the
+    mask accumulates, which does not give the groups of its own example.
+    """
+    size = default_group_size(num_workers) if group_size is None else group_size
+    groups = butterfly_groups(num_workers, size) if size != 1 else alone(num_workers)
+    graph = with_mean_every(groups, period)
+    return Wagma(graph, delay=delay, group_size=size, period=period)
 
 
 def __dir__() -> list[str]:

@@ -157,12 +157,12 @@ def peers_run(
     )
 
 
-def groups_run(folder, groups, num_steps, delays=at_once, **options):
-    """Trains by `Wagma`: the models, [T, 4], and what is averaged, of each worker."""
-    n = groups.num_workers
+def groups_run(folder, groups, num_steps, delays=at_once, patience=60.0):
+    """Trains by WAGMA-SGD: models, [T, 4], and what is averaged, of each worker."""
+    n, options = groups.num_workers, {"patience": patience}
     results = trained(
         lambda i: party_of(folder, [i]),
-        lambda party, used: gossip.Wagma(LOCAL, groups, party, used=used, **options),
+        lambda party, used: gossip.Peers(LOCAL, groups, party, used=used, **options),
         functools.partial(start_of_four, n),
         batches(n, num_steps),
         delays,

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decentjax import init_state, local_update, topology, worker_mesh
+from decentjax import init_state, local_update, methods, topology, worker_mesh
 from decentjax.gossip import (
-    Butterfly,
     Elastic,
     Folder,
     PeerProcess,
     Peers,
     Store,
-    Wagma,
 )
 
 
@@ -56,8 +54,8 @@ train_step = Peers(
     elastic=elastic,
 )
 if "WAGMA" in os.environ:
-    groups = Butterfly(num_workers, group_size=2, period=10)
-    train_step = Wagma(local, groups, party, patience=0.5)
+    groups = methods.wagma(num_workers, group_size=2, period=10)
+    train_step = Peers(local, groups, party, patience=0.5)
 with train_step as peers:
     step = 0
     while step < num_steps:

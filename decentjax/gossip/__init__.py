@@ -8,16 +8,15 @@ from decentjax.gossip.background import Background
 from decentjax.gossip.batches_read import Read
 from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.lowerings import fastest_mixes
-from decentjax.gossip.means import Butterfly
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
-from decentjax.gossip.peers import Admitted, Peers, PeerStep
+from decentjax.gossip.peers import Admitted, Peers
 from decentjax.gossip.port import Port, Record
 from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
 from decentjax.gossip.thread import Beside
 from decentjax.gossip.thread_port import host_mesh
-from decentjax.gossip.wagma import Wagma, averages
+from decentjax.gossip.wagma import averages
 from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
 from decentjax.plan import mixing_matrix
 
@@ -30,7 +29,6 @@ __all__ = [
     "Background",
     "Beside",
     "Book",
-    "Butterfly",
     "Elastic",
     "Engine",
     "Folder",
@@ -38,7 +36,6 @@ __all__ = [
     "LeftOut",
     "MergeRecord",
     "PeerProcess",
-    "PeerStep",
     "Peers",
     "Port",
     "Quorum",
@@ -48,7 +45,6 @@ __all__ = [
     "Store",
     "Swaps",
     "Taken",
-    "Wagma",
     "WorkerSteps",
     "averages",
     "count_examples",
@@ -61,9 +57,11 @@ __all__ = [
 # What to write for names of version 0.3, until the next version.
 _GONE = {
     "BackgroundRounds": "gossip.Background(local, rounds, mesh)",
+    "Butterfly": "methods.wagma(num_workers, group_size, period)",
     "Party": "gossip.PeerProcess(book, workers, mesh)",
     "PeerRounds": "gossip.Peers(local, rounds, party)",
     "Used": "gossip.MergeRecord",
+    "Wagma": "gossip.Peers(local, methods.wagma(n), party, patience=60.0)",
 }
 
 

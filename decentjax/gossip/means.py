@@ -4,7 +4,6 @@ A thread of each process takes part in the exchanges of its workers' groups with
 newest models, while they compute the next ones.
 """
 
-import dataclasses
 import functools
 import itertools
 import threading
@@ -20,71 +19,9 @@ from decentjax._core.joining import join, short_places, split
 from decentjax.gossip.layout import Rows, on_each_device
 from decentjax.gossip.merging import MergeRecord, Taken
 from decentjax.links import Links, Piece, Said
-from decentjax.topology import butterfly_hops
+from decentjax.wagma import Wagma
 
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
-
-
-@dataclasses.dataclass(frozen=True)
-class Butterfly:
-    """The butterfly groups of WAGMA-SGD.
-
-    In step t the members of a group differ in the `log2 S` bits starting at bit `t log2
-    S mod log2 N`; they add up sums with one partner per bit. In every `period`-th step
-    all N workers form one group, and wait for each other.
-
-    Args:
-      num_workers: N, a power of two.
-      group_size: S, a power of two from 2 to N; None for the default of
-        `butterfly_groups`.
-      period: number of steps from one mean of all workers to the next.
-
-    Raises:
-      ValueError: if a number is out of range.
-
-    Examples:
-      >>> from decentjax import gossip
-      >>> groups = gossip.Butterfly(num_workers=8, group_size=4, period=10)
-      >>> groups.hops(0), groups.hops(1), groups.hops(9)
-      ([1, 2], [4, 1], [1, 2, 4])
-
-    Source: Li et al., WAGMA-SGD (2020), algorithm 1; its printed shift of the mask
-    accumulates, which does not give the groups of its own example.
-    """
-
-    num_workers: int
-    group_size: int
-    period: int
-
-    def __post_init__(self):
-        for name, number in (("N", self.num_workers), ("S", self.group_size)):
-            if number < 1 or number & (number - 1):
-                raise ValueError(
-                    f"groups need powers of two, got {name} = {number} with N = "
-                    f"{self.num_workers} workers in groups of S = {self.group_size}"
-                )
-        if self.group_size > self.num_workers:
-            raise ValueError(
-                f"a group of S = {self.group_size} has more members than there are "
-                f"workers, N = {self.num_workers}"
-            )
-        if self.period < 1:
-            raise ValueError(f"the period must be at least 1, got {self.period}")
-
-    def is_global(self, step: int) -> bool:
-        """Whether all workers form one group, and wait for each other."""
-        return (step + 1) % self.period == 0
-
-    def hops(self, step: int) -> list[int]:
-        """The distances to the partners of a step: partner = worker XOR hop."""
-        if self.is_global(step):
-            return butterfly_hops(self.num_workers, self.num_workers, 0)
-        return butterfly_hops(self.num_workers, self.group_size, step)
-
-    def partners(self, worker: int) -> list[int]:
-        """The partners of a worker in all steps."""
-        every = butterfly_hops(self.num_workers, self.num_workers, 0)
-        return [worker ^ hop for hop in every]
 
 
 class Sum(NamedTuple):
@@ -123,14 +60,14 @@ class GroupMeans:
     Args:
       links: links to all partners; channel 0 has `sum_pieces` and N parts, and
         channel 1 nothing.
-      groups: the groups.
+      groups: the plan.
       workers: numbers of the workers of this process.
       patience: longest time that a step waits for live but silent partners, in
         seconds.
     """
 
     def __init__(
-        self, links: Links, groups: Butterfly, workers: Sequence[int], patience: float
+        self, links: Links, groups: Wagma, workers: Sequence[int], patience: float
     ):
         self.check_first_models = links.check_first_models
         self._links, self._groups, self._workers = links, groups, tuple(workers)
@@ -201,7 +138,6 @@ class GroupMeans:
     def ask(
         self,
         own: dict[int, Rows],
-        after: int,
         seconds: float,
         ended: Callable[[], bool],
     ) -> tuple[int, dict[int, Rows]]:
@@ -209,7 +145,6 @@ class GroupMeans:
 
         Args:
           own: the models of the workers here.
-          after: step that a partner must be past.
           seconds: longest wait.
           ended: whether to return at once.
 
@@ -217,10 +152,7 @@ class GroupMeans:
           The newest step with such a mean, and a mean for each worker of which one
           has.
         """
-        step, means = -1, dict[int, Rows]()
-        if not self._links.find_ahead(after, 0, ended):
-            return step, means
-        deadline = time.monotonic() + seconds
+        deadline, step, means = time.monotonic() + seconds, -1, dict[int, Rows]()
         while len(means) < len(own) and time.monotonic() < deadline and not ended():
             heard = self._links.bell.count
             for worker in own.keys() - means.keys():
@@ -233,11 +165,6 @@ class GroupMeans:
                         step = max(step, said.step)
             self._links.bell.wait(heard, deadline)
         return step, means
-
-    @property
-    def refused(self) -> dict[int, str]:
-        """Why a worker was refused, for each refused worker."""
-        return dict(self._links.refused)
 
     def close(self, seconds: float) -> None:
         """Ends the thread, and waits at most this long for partners that need it."""

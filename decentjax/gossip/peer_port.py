@@ -1,5 +1,6 @@
-"""Sends models to peers and takes theirs, without collectives."""
+"""The port of peers: models are sent and taken without collectives."""
 
+import abc
 import functools
 import math
 import time
@@ -29,9 +30,9 @@ from decentjax.gossip.merging import (
     neighbors,
     senders,
 )
+from decentjax.gossip.port import Port
 from decentjax.gossip.thread_port import check_encodes
 from decentjax.links import Links, Message, PeerProcess, check_party
-from decentjax.process import phases
 from decentjax.state import WorkerState
 
 Place = tuple[int, int]
@@ -41,7 +42,72 @@ MOST_JOIN_SECONDS = 15.0  # The same, once none has answered for long.
 APART_EVERY = 10  # Exchanges between two measurements of the distance of models.
 
 
-class PeerPort:
+class PartyPort(Port):
+    """What `Peers` asks of its port, of workers that neither join nor leave.
+
+    Args:
+      party: this process and its workers.
+      num_workers: N.
+
+    Attributes:
+      may_join: whether a worker may miss exchanges, and begin with the state of a peer.
+      rejoins: whether a worker that was away takes the state of a peer, and not only a
+        new one.
+      apart: distances to the models mixed last, by worker and leaf group.
+      joined_from: the peers whose states the workers here have taken last.
+    """
+
+    rejoins = True
+    elastic: Elastic | None = None
+    ledger: Ledger | None = None
+
+    def __init__(self, party: PeerProcess, num_workers: int):
+        check_party(party)
+        party.check(num_workers)
+        self.party = party
+        self._links: Links | None = None
+        self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
+        self.joined_from: dict[int, int] = {}
+
+    @property
+    def may_join(self) -> bool:
+        return True
+
+    @property
+    def links(self) -> Links:
+        """The links, with the live and the refused workers; once it is open."""
+        assert self._links is not None
+        return self._links
+
+    def alive(self) -> set[int]:
+        """The workers of other processes that are alive."""
+        return self.links.alive()
+
+    def show(self, state: WorkerState, step: int) -> None:
+        """Sets the step that this process reports, and sends the state to guests."""
+
+    @abc.abstractmethod
+    def join(
+        self, state: WorkerState, after: int, ended: Callable[[], bool]
+    ) -> tuple[WorkerState, int] | None:
+        """A state to continue with, of peers past a step, and its step.
+
+        None once no peer is ahead, or this process is to end.
+        """
+
+    def next_reads(self, step: int) -> list[Place]:
+        """The batches that the workers of this process read in a step."""
+        return [(worker, step) for worker in self.party.workers]
+
+    def due(self, step: int) -> int:
+        """The step to continue with."""
+        return step
+
+    def trained(self, batch: Any) -> None:
+        """Counts a step, and the batches that `next_reads` has returned last."""
+
+
+class PeerPort(PartyPort):
     """Peer-to-peer exchanges: the port of `Peers` over a topology.
 
     Its peers may join and leave, and copy a worker's state.
@@ -66,8 +132,6 @@ class PeerPort:
         and leave do not fit the way or the patience.
     """
 
-    takes_groups, phase = True, phases.WAITING
-
     def __init__(
         self,
         party: PeerProcess,
@@ -82,8 +146,7 @@ class PeerPort:
         batches_read: Callable[[Read], None] | None = None,
     ):
         check_topology(topology)
-        check_party(party)
-        party.check(topology.num_workers)
+        super().__init__(party, topology.num_workers)
         check_graph(topology)
         check_encodes(compression, party.mesh)
         way.check(topology)
@@ -93,22 +156,17 @@ class PeerPort:
                 "an AutoPatience measures when models arrive, and swaps are not "
                 f"awaited so: use seconds, got {patience}"
             )
-        self.party, self.topology, self.elastic = party, topology, elastic
+        self.topology, self.elastic = topology, elastic
         self.graph: Graph = topology
         self._used, self._compression = used or (lambda _: None), compression
         self._make_way, self._own_parts, self._num_parts = way, num_parts, num_parts
-        self._links: Links | None = None
         self._forms: list[Form] = []
         # Of each group, its leaves and the arrays of their messages.
         self._leaves: list[Layout] = []
         self._sent: list[Layout] = []
         self._number, self._began, self._deadline = -1, 0.0, 0.0
-        # Distances to the models mixed last, by worker and leaf group.
-        self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
-        self.joined_from: dict[int, int] = {}
         self._read = batches_read or (lambda _: None)
         self._reading: dict[int, Place] = {}
-        self.ledger: Ledger | None = None
         if elastic is not None:
             self._check_elastic(elastic)
             count = topology.num_workers
@@ -128,12 +186,6 @@ class PeerPort:
             check_graph(elastic.graph(n))
 
     @property
-    def links(self) -> Links:
-        """The links, with the live and the refused workers; once it is open."""
-        assert self._links is not None
-        return self._links
-
-    @property
     def sources(self) -> set[int]:
         """The workers that exchange models with those of this process."""
         return {j for i in self.party.workers for j in neighbors(self.topology, i)}
@@ -146,7 +198,6 @@ class PeerPort:
 
     @property
     def may_join(self) -> bool:
-        """Whether a worker may miss exchanges, and begin with the state of a peer."""
         return self.waits.longest < math.inf
 
     def open(
@@ -176,7 +227,6 @@ class PeerPort:
             self._links.meet(self.sources, time.monotonic() + self.waits.first)
 
     def show(self, state: WorkerState, step: int) -> None:
-        """Sets the step that this process reports, and sends the state to guests."""
         if guests := self.links.joining():
             rows = self.states.rows(adopted(state))
             asked = {worker for _, worker in guests}
@@ -192,6 +242,24 @@ class PeerPort:
                 said = self._way.said(step, *[0] * self._own_parts)
                 self.links.publish(worker, guest, whole, copies[worker], said)
         self._report(step)
+
+    def join(
+        self, state: WorkerState, after: int, ended: Callable[[], bool]
+    ) -> tuple[WorkerState, int] | None:
+        """The state of the first peers that send it, with the own random keys."""
+        messages = []
+        for worker in self.party.workers:
+            message = self.whole(worker, after, ended)
+            if message is None:
+                return None
+            messages.append(message)
+        if self.ledger is not None:
+            for worker in self.party.workers:
+                self.ledger.forget(worker)
+        leaves, structure = jax.tree.flatten(state._replace(key=()))
+        rows = [message.arrays for message in messages]
+        new = jax.tree.unflatten(structure, self.states.stacked(leaves, rows))
+        return new._replace(key=state.key), max(m.said.step for m in messages)
 
     def whole(
         self, worker: int, after: int, ended: Callable[[], bool]
@@ -230,9 +298,6 @@ class PeerPort:
                 # At once, so that the link carries it while this step still mixes.
                 self.links.ask(worker, peer, group)
         return functools.partial(self._take, group, own, of_workers, number)
-
-    def settle(self) -> None:
-        """Returns at once: exchanges cannot interfere with other programs."""
 
     def close(self, seconds: float) -> None:
         """Closes the links."""
@@ -274,10 +339,8 @@ class PeerPort:
         return self._way.enough(num_peers)
 
     def next_reads(self, step: int) -> list[Place]:
-        """The batches that the workers of this process read in a step."""
         if self.ledger is None:
-            self._reading = {i: (i, step) for i in self.party.workers}
-            return list(self._reading.values())
+            return super().next_reads(step)
         count = self.topology.num_workers
         living = list(range(count))
         if self._links is not None:
@@ -288,16 +351,7 @@ class PeerPort:
             self._reading[i] = shard, self.ledger.next_batch(i, shard)
         return [self._reading[i] for i in self.party.workers]
 
-    def due(self, step: int) -> int:
-        """The step to continue with."""
-        return step
-
-    def forget(self, step: int) -> None:
-        """Begins from the state of a peer, at a step."""
-        del step
-
     def trained(self, batch: Any) -> None:
-        """Counts a step, and the batches that `next_reads` has returned last."""
         del batch
         if self.ledger is not None:
             for worker, place in self._reading.items():

@@ -19,16 +19,18 @@ from decentjax.gossip.batches_read import Read
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import WAYS, MergeRecord
 from decentjax.gossip.peer_port import PeerPort
+from decentjax.gossip.port import Record
 from decentjax.gossip.quorum import Quorum
-from decentjax.gossip.round_port import RoundPort, from_anchor
+from decentjax.gossip.round_port import RoundPort
 from decentjax.gossip.thread import Beside, check_beside
-from decentjax.gossip.thread_port import Record
+from decentjax.gossip.wagma import GroupPort
 from decentjax.links import Links, PeerProcess
 from decentjax.loss import Metrics
 from decentjax.placement import place
 from decentjax.plan import Plan, rounds_of
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
+from decentjax.wagma import Wagma
 
 MOST_BEHIND = 10  # Steps: a model that is younger hardly moves an average.
 QUORUM_SECONDS = 0.05  # Between two looks for a quorum.
@@ -53,87 +55,7 @@ class Admitted(NamedTuple):
     how: Literal["own", "joined", "behind", "alone"] = "own"
 
 
-class PeerStep(Beside):
-    """The train step of a process of peers: it finds out itself where it continues."""
-
-    def alive(self) -> set[int]:
-        """Returns the workers of other processes that are alive."""
-        raise NotImplementedError
-
-    @property
-    def refused(self) -> dict[int, str]:
-        """Why a worker was refused, for each refused worker."""
-        raise NotImplementedError
-
-    def admit(
-        self,
-        state: WorkerState,
-        batch: Any,
-        step: int,
-        ended: Callable[[], bool] = lambda: False,
-    ) -> Admitted:
-        """Returns the state and the step with which this process continues.
-
-        The first part of a call, for programs with a loop of their own: admit, read the
-        batch, and `advance`.
-
-        Args:
-          state: state of the workers of this process.
-          batch: stacked batch of any step, for its shapes; only the first call uses it.
-          step: the step about to run.
-          ended: function that is asked while this process waits; once it returns True,
-            the wait ends.
-        """
-        raise NotImplementedError
-
-    def next_reads(self, step: int) -> list[tuple[int, int]]:
-        """Returns the shard, and the batch in it, that each worker here reads."""
-        return [(worker, step) for worker in self._workers()]
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, state: WorkerState, read: ReadBatch, step: int
-    ) -> tuple[WorkerState, int, Metrics]:
-        """Trains one step: returns the state, the step that follows, and the metrics.
-
-        A process that is new, or was away, begins with the state of a peer.
-
-        Args:
-          state: state of the workers of this process, whose buffers are donated as in
-            `advance`.
-          read: function of a shard and of the number of a batch in it that returns the
-            batch of one worker, not stacked; the same whenever it is asked. Worker i
-            reads batch `step` of shard i, but where workers join and leave.
-          step: the step about to run.
-
-        Raises:
-          TypeError: if `read` is no function.
-          ValueError: if it returns batches of different shapes; and as `advance`.
-        """
-        if not callable(read):
-            raise TypeError(
-                "read must be a function (shard, number) -> batch of one worker, got "
-                f"{type(read).__name__}: pass lambda shard, number: data[shard, number]"
-                ", or call advance(state, batch, step) with a stacked batch"
-            )
-        batch = None if self._is_open else self._read(read, step)
-        state, at, _ = self.admit(state, batch, step)
-        if batch is None or at != step:
-            batch = self._read(read, at)
-        state, metrics = self.advance(state, batch, at)
-        return state, at + 1, metrics
-
-    def _read(self, read: ReadBatch, step: int) -> Any:
-        rows = [read(*one) for one in self.next_reads(step)]
-        shapes = [str(jax.tree.map(np.shape, row)) for row in rows]
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                "read must return batches of the same shapes for all workers, got "
-                + " and ".join(sorted(set(shapes)))
-            )
-        return place(jax.tree.map(_stacked, *rows), self._mesh)
-
-
-class Peers(PeerStep):
+class Peers(Beside):
     """The step of `Background` without collectives; a context manager.
 
     When its gradient is done, a worker mixes the models received so far, and waits at
@@ -154,6 +76,8 @@ class Peers(PeerStep):
     that have come, weighted by what they were trained on. A slow worker takes part in
     the rounds of the others with fewer steps.
 
+    Over `methods.wagma` no group waits for a late member, whose earlier model counts.
+
     Before it sends anything, a process that finds peers ahead of it takes the model,
     the optimizer's state and everything else except the random key of one of them, and
     continues at its step: one that is new or was started again, if its patience is
@@ -163,13 +87,14 @@ class Peers(PeerStep):
     Args:
       local: as in `Background`.
       plan: topology of single workers, such as `ring` or `exponential`, whose exchanges
-        each worker takes in turn independently; or rounds.
+        each worker takes in turn independently; or rounds, such as `methods.wagma`.
       party: this process, its workers, and how it finds its peers.
       merge: how models are used: "arrived" averages with the models received so far,
         "swaps" over a topology swaps models with peers, see `decentjax.gossip.merging`;
         a `Quorum` merges contributions.
       patience: longest time that a step or round waits for models, in seconds, or an
-        `AutoPatience`; with a quorum, once that is there.
+        `AutoPatience`; with a quorum, once that is there; over `methods.wagma` for
+        live but silent workers, and the slowest in a mean of all.
       elastic: how to continue when workers join and leave: an exchange is then that of
         `elastic.graph` over the live workers, and the plan's topology, that of all
         workers, gives their largest number.
@@ -222,7 +147,14 @@ class Peers(PeerStep):
         if not isinstance(merge, Quorum) and merge not in WAYS:
             names = ", ".join(WAYS)
             raise ValueError(f"merge must be one of {names} or a Quorum, got {merge!r}")
-        if isinstance(plan, Topology) and not isinstance(merge, Quorum):
+        if isinstance(plan, Wagma):
+            if merge != "arrived" or elastic is not None:
+                raise ValueError(
+                    "WAGMA-SGD says itself how models are merged, and its workers "
+                    "neither join nor leave: leave out merge and elastic"
+                )
+            port = GroupPort(party, plan, patience, used)
+        elif isinstance(plan, Topology) and not isinstance(merge, Quorum):
             how = plan, patience, used, WAYS[merge]
             port = PeerPort(party, *how, elastic=elastic, batches_read=batches_read)
         elif merge == "swaps":
@@ -244,11 +176,55 @@ class Peers(PeerStep):
         return self._peers.links
 
     def alive(self) -> set[int]:
-        return self.links.alive()
+        """Returns the workers of other processes that are alive."""
+        return self._peers.alive()
 
     @property
     def refused(self) -> dict[int, str]:
+        """Why a worker was refused, for each refused worker."""
         return dict(self.links.refused)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: WorkerState, read: ReadBatch, step: int
+    ) -> tuple[WorkerState, int, Metrics]:
+        """Trains one step: returns the state, the step that follows, and the metrics.
+
+        A process that is new, or was away, begins with the state of a peer.
+
+        Args:
+          state: state of the workers of this process, whose buffers are donated as in
+            `advance`.
+          read: function of a shard and of the number of a batch in it that returns the
+            batch of one worker, not stacked; the same whenever it is asked. Worker i
+            reads batch `step` of shard i, but where workers join and leave.
+          step: the step about to run.
+
+        Raises:
+          TypeError: if `read` is no function.
+          ValueError: if it returns batches of different shapes; and as `advance`.
+        """
+        if not callable(read):
+            raise TypeError(
+                "read must be a function (shard, number) -> batch of one worker, got "
+                f"{type(read).__name__}: pass lambda shard, number: data[shard, number]"
+                ", or call advance(state, batch, step) with a stacked batch"
+            )
+        batch = None if self._is_open else self._read(read, step)
+        state, at, _ = self.admit(state, batch, step)
+        if batch is None or at != step:
+            batch = self._read(read, at)
+        state, metrics = self.advance(state, batch, at)
+        return state, at + 1, metrics
+
+    def _read(self, read: ReadBatch, step: int) -> Any:
+        rows = [read(*one) for one in self.next_reads(step)]
+        shapes = [str(jax.tree.map(np.shape, row)) for row in rows]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                "read must return batches of the same shapes for all workers, got "
+                + " and ".join(sorted(set(shapes)))
+            )
+        return place(jax.tree.map(_stacked, *rows), self._mesh)
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """Like that of `Background`; a peer that asks for the state gets a copy."""
@@ -263,11 +239,25 @@ class Peers(PeerStep):
         step: int,
         ended: Callable[[], bool] = lambda: False,
     ) -> Admitted:
+        """Returns the state and the step with which this process continues.
+
+        The first part of a call, for programs with a loop of their own: admit, read the
+        batch, and `advance`.
+
+        Args:
+          state: state of the workers of this process.
+          batch: stacked batch of any step, for its shapes; only the first call uses it.
+          step: the step about to run.
+          ended: function that is asked while this process waits; once it returns True,
+            the wait ends.
+        """
         found, is_first = Admitted(state, step), not self._is_open
+        peers, elastic = self._peers, self._peers.elastic
         if is_first:
-            is_elastic = self._peers.elastic is not None
-            self._open(self._rounds.pack(state), batch, -1 if is_elastic else step)
+            self._open(self._rounds.pack(state), batch, step if elastic is None else -1)
             self._check_begins(step, ended)
+        elif not peers.rejoins:
+            return found
         while True:
             if self._must_look(found.step):
                 new = self._joined(found, batch if is_first else None, ended)
@@ -276,12 +266,13 @@ class Peers(PeerStep):
                 break
             self._is_away = True  # The others may train without this process.
             time.sleep(QUORUM_SECONDS)
-        self.links.met = {*self.alive(), *self._peers.party.workers}
+        if peers.rejoins:
+            self.links.met = {*self.alive(), *peers.party.workers}
         continues = found.step == self._next
-        if continues and (due := self._peers.due(found.step)) > found.step:
+        if continues and (due := peers.due(found.step)) > found.step:
             self.skip_to(due)
             found = found._replace(step=due, how="behind")
-        if self._peers.elastic is not None:
+        if elastic is not None:
             self.links.at(found.step)
         return found
 
@@ -333,7 +324,7 @@ class Peers(PeerStep):
     @property
     def joined_from(self) -> list[int]:
         """The peers whose states the workers here have taken last."""
-        return [self._peers.joined_from[i] for i in self._peers.party.workers]
+        return list(self._peers.joined_from.values())
 
     @property
     def positions(self) -> list[int]:
@@ -370,25 +361,15 @@ class Peers(PeerStep):
         peers, elastic = self._peers, self._peers.elastic
         alone = 0.0 if elastic is None else elastic.alone_seconds
         after = own.step if elastic else own.step + MOST_BEHIND
-        packed, messages = self._rounds.pack(own.state), []
+        packed = self._rounds.pack(own.state)
         self.links.at(-1)  # It takes no part meanwhile.
         if self.links.find_ahead(after, alone, ended) and batch is not None:
             # Otherwise the others would be far ahead by then.
             self._compile(packed, batch)
-        for worker in peers.party.workers:
-            message = peers.whole(worker, after, ended)
-            if message is None:
-                return own._replace(how="alone")
-            messages.append(message)
-        for worker in peers.party.workers:
-            if peers.ledger is not None:
-                peers.ledger.forget(worker)
-        leaves, structure = jax.tree.flatten(packed._replace(key=()))
-        rows = [message.arrays for message in messages]
-        new = jax.tree.unflatten(structure, peers.states.stacked(leaves, rows))
-        new, step = new._replace(key=packed.key), max(m.said.step for m in messages)
-        peers.forget(step)
-        new = new if self._is_of_models else from_anchor(new)
+        found = peers.join(packed, after, ended)
+        if found is None:
+            return own._replace(how="alone")
+        new, step = found
         return Admitted(self._rounds.unpack(new), step, "joined")
 
     def _trained(self, batch: Any) -> None:

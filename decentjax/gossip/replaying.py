@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from decentjax.compression import Leaves
 from decentjax.exchange import Topology
 from decentjax.gossip.layout import Layout, Rows
-from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
+from decentjax.gossip.means import Sum, added, mean_of, offered_by
 from decentjax.gossip.merging import WAYS, MergeRecord, Models
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
@@ -24,13 +24,13 @@ from decentjax.gossip.round_port import (
     of_permutations,
 )
 from decentjax.gossip.thread import Beside
-from decentjax.gossip.wagma import group_rounds
 from decentjax.links import Message, Said
 from decentjax.loss import Metrics
 from decentjax.placement import worker_mesh
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
+from decentjax.wagma import Wagma
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""
@@ -38,7 +38,6 @@ Observe = Callable[[int, int, WorkerState, Metrics], None]
 """Called with worker, step, the state after it, and metrics; the next step donates all
 of the state except its params."""
 
-Graph = Topology | Butterfly | Rounds
 Offered = dict[tuple[int, int], dict[int, Rows]]
 """Leaf groups of all workers, by worker and step."""
 
@@ -49,7 +48,7 @@ class WorkerSteps(NamedTuple):
     Args:
       steps: its steps, in order.
       joined: worker with whose state it has begun, and the step of that state, as
-        `Peers.join` returns it; None for its own.
+        `Peers.joined_from` returns it; None for its own.
     """
 
     steps: Sequence[int]
@@ -58,7 +57,7 @@ class WorkerSteps(NamedTuple):
 
 def replay(
     local: Adapt,
-    plan: Graph,
+    plan: Topology | Rounds,
     merge: str | Quorum,
     states: Sequence[WorkerState],
     batches: Batches,
@@ -71,9 +70,9 @@ def replay(
 
     Args:
       local: as in the run.
-      plan: topology of a run of `Peers`, its rounds with a quorum, or the groups of
-        `Wagma`.
-      merge: that of `Peers`, or the order of `Wagma`.
+      plan: plan of a run of `Peers`: a topology, rounds with a quorum, or
+        `methods.wagma`.
+      merge: that of `Peers`.
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: the models that all workers used, for each group of leaves, or once for
@@ -229,7 +228,9 @@ def _drop(keys: Collection[Any], uses: collections.Counter, kept: dict) -> None:
             del kept[key]
 
 
-def _rounds_of(graph: Graph, way: str | Quorum) -> Rounds:
+def _rounds_of(graph: Topology | Rounds, way: str | Quorum) -> Rounds:
+    if isinstance(graph, Wagma):
+        return graph
     if isinstance(graph, Rounds):
         if not isinstance(way, Quorum) or graph.compression is not None:
             raise ValueError(
@@ -239,8 +240,6 @@ def _rounds_of(graph: Graph, way: str | Quorum) -> Rounds:
         return graph
     if isinstance(way, Quorum):
         raise ValueError("a quorum is repeated with its Rounds, got a topology")
-    if isinstance(graph, Butterfly):
-        return group_rounds(graph, way)
     if way not in WAYS:
         raise ValueError(f"merge must be one of {', '.join(WAYS)}, got {way!r}")
     return Rounds(graph, delay=1)
@@ -317,18 +316,18 @@ class _Recorded(Port):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: Topology | Rounds,
         way: str | Quorum,
         worker: int,
         of_steps: Mapping[tuple[int, int], list[MergeRecord]],
         offered: Offered,
         weigh: _Weigh | None = None,
     ):
-        self.takes_groups = not isinstance(graph, Butterfly)
+        self.takes_groups = not isinstance(graph, Wagma)
         self.phase = "exchanging"
         self.worker, self.weigh = worker, weigh
         self._of_steps, self._offered = of_steps, offered
-        if isinstance(graph, Butterfly):
+        if isinstance(graph, Wagma):
             self._average = functools.partial(_group_mean, graph)
         elif isinstance(way, Quorum):
             self._average = functools.partial(weighted_mean, trimmed=way.trimmed)
@@ -361,7 +360,7 @@ class _Recorded(Port):
         return dict(zip(leaves, mixed, strict=True))
 
 
-def _group_mean(groups: Butterfly, used: MergeRecord, models: Models) -> Rows:
+def _group_mean(groups: Wagma, used: MergeRecord, models: Models) -> Rows:
     """The average of a worker's group, summed in the order of the run."""
     count = groups.num_workers
     members = {

@@ -26,7 +26,7 @@ from decentjax.gossip.merging import (
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
 from decentjax.links import PeerProcess
-from decentjax.rounds import Rounds
+from decentjax.rounds import Rounds, RoundState
 from decentjax.state import WorkerState
 
 
@@ -96,14 +96,20 @@ class RoundPort(PeerPort):
             for worker, number in zip(self.party.workers, tokens, strict=True):
                 way.count(worker, int(number))
 
-    def forget(self, step: int) -> None:
-        """Begins from the anchors of a peer, at a step."""
+    def join(
+        self, state: WorkerState, after: int, ended: Callable[[], bool]
+    ) -> tuple[WorkerState, int] | None:
+        found = super().join(state, after, ended)
+        if found is None:
+            return None
+        new, step = found
         self._awaited = self._schedule.count(step)
         # Those that the peer had not merged by then were in flight.
         first = self._schedule.count(step - max(0, self._schedule.delay - 1))
         if isinstance(way := self._way, QuorumMeans):
             for worker in self.party.workers:
                 way.forget(worker, first)
+        return from_anchor(new) if isinstance(new.extra, RoundState) else new, step
 
     def due(self, step: int) -> int:
         """The step to continue with: where a quorum has sent a round, that of the next.

@@ -409,10 +409,6 @@ CALLS = [
         lambda: gossip.Peers(local, RING, gossip.Folder("x")),
         "wanted a gossip.PeerProcess.book, workers, mesh., got Folder",
     ),
-    (
-        lambda: gossip.Wagma(local, 8, PARTY),
-        "wanted a gossip.Butterfly.num_workers, group_size, period., got int",
-    ),
     (lambda: codec.top_k(0), r"must be in \(0, 1\], got 0"),
     (lambda: codec.int8(block=0), "a block needs at least 1 number, got 0"),
     (lambda: compression.error_feedback(codec.int8), "wanted a Codec, .* got <"),

@@ -144,7 +144,7 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
-LoopStep = InStep | Beside | gossip.PeerStep
+LoopStep = InStep | Beside | gossip.Peers
 
 
 def build_steps(

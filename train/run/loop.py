@@ -98,7 +98,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
     train_step, observer, check = parts.train_step, parts.observer, parts.check
-    is_peer = isinstance(train_step, gossip.PeerStep)
+    is_peer = isinstance(train_step, gossip.Peers)
     advance = train_step.advance if is_peer else train_step
     checkpoints, stop = parts.checkpoints, parts.stop
     step, state = begin.step, begin.state

@@ -54,7 +54,7 @@ class Watch:
         self,
         folder: Path,
         start: int,
-        peers: gossip.PeerStep,
+        peers: gossip.Peers,
         renew: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Records what is used; rows of steps to be redone are dropped.
@@ -126,7 +126,7 @@ class Watch:
     def _mean_moved(self, alive: set[int]) -> float | None:
         """How far workers that joined or left move the mean of all models, if known."""
         before, peers = self._alive, self._peers
-        apart = peers.apart() if isinstance(peers, gossip.Peers) else None
+        apart = peers.apart()
         if before is None or apart is None:
             return None
         count = len(self._workers) + len(before)

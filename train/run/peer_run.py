@@ -17,10 +17,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, gossip
+from decentjax import WorkerState, gossip, methods
 from decentjax.process import phases
 from decentjax.process.address import is_loopback, split_address, to_address
-from decentjax.topology import default_group_size
 from decentjax.updates import LocalUpdate
 from train.cli.config_json import read_fields, to_json
 from train.config import (
@@ -114,7 +113,7 @@ def build_peers(
     used: Callable[[gossip.MergeRecord], None],
     record: gossip.Record | None = None,
     read: Callable[[gossip.Read], None] | None = None,
-) -> gossip.PeerStep:
+) -> gossip.Peers:
     """The step of a process that exchanges models with its peers.
 
     Args:
@@ -147,10 +146,7 @@ def build_peers(
         common |= {"elastic": elastic, "batches_read": read}
     match exchange:
         case GroupExchange():
-            order = "awc" if method.is_early else "atc"
-            return gossip.Wagma(
-                local, wagma_groups(config), party, order=order, **common
-            )
+            return gossip.Peers(local, wagma_plan(config), party, **common)
         case QuorumExchange():
             merge = config.workers.num_workers, amounts_of(task)
             common["merge"] = exchange.merge(*merge)
@@ -210,12 +206,12 @@ def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
     return bind, book
 
 
-def wagma_groups(config: Config) -> gossip.Butterfly:
-    """Who averages with whom in a run with the exchange "groups"."""
-    num_workers, period = config.workers.num_workers, config.topology.mean_every
-    size = config.topology.group_size or default_group_size(num_workers)
-    assert period is not None
-    return gossip.Butterfly(num_workers, size, period)
+def wagma_plan(config: Config) -> methods.Wagma:
+    """The plan of a run with the exchange "groups"."""
+    topology, delay = config.topology, int(config.step.algorithm == "awc")
+    assert topology.mean_every is not None
+    how = config.workers.num_workers, topology.group_size, topology.mean_every
+    return methods.wagma(*how, delay=delay)
 
 
 def digest(config: Config) -> str:
@@ -237,7 +233,7 @@ class Joiner(NamedTuple):
       stop: what ends a wait.
     """
 
-    peers: gossip.PeerStep
+    peers: gossip.Peers
     batches: Feed | ShardFeed
     last: int
     log: Log
@@ -296,7 +292,7 @@ class Joiner(NamedTuple):
         where = f"at step {step}, {moved:.3g} from its own"
         self.log.say(f"goes on with {whose} {where}")
         facts: dict[str, Any] = {}
-        if whose == "a peer's model" and isinstance(self.peers, gossip.Peers):
+        if whose == "a peer's model" and self.peers.joined_from:
             facts["joined_from"] = self.peers.joined_from
         self.log.note(step, joined_after=begin.step, moved=moved, **facts)
         return self._at(begin._replace(state=state), step)

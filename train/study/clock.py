@@ -21,7 +21,7 @@ from train.config import (
 )
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.method import Method, build_method
-from train.run.peer_run import wagma_groups
+from train.run.peer_run import wagma_plan
 from train.tasks.task import build_task
 
 
@@ -121,7 +121,7 @@ class Clock:
                 "of groups, those with step.algorithm = atc have a clock, got "
                 f"{method.name}"
             )
-        groups, count = wagma_groups(config), config.num_steps
+        groups, count = wagma_plan(config), config.num_steps
         inner = butterfly_groups(groups.num_workers, groups.group_size)
         times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
         return Timed(times, gossip.averages(groups, times.start + times.compute))

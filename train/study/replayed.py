@@ -20,7 +20,7 @@ from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.method import build_method
 from train.run.nonfinite import check_gradients
 from train.run.optimizers import build_optimizer
-from train.run.peer_run import amounts_of, at_step, wagma_groups
+from train.run.peer_run import amounts_of, at_step, wagma_plan
 from train.study.clock import Clock
 from train.study.lives import WorkerLife
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
@@ -81,7 +81,7 @@ def repeat(
             way = exchange.merge(len(workers), amounts_of(task))
             assert graph is not None
         case GroupExchange():
-            graph, way = wagma_groups(config), "awc" if method.is_early else "atc"
+            graph, way = wagma_plan(config), "arrived"
         case PeerExchange(way=way):
             graph = method.graph
         case _:

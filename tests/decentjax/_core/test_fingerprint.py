@@ -76,7 +76,7 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
         state = init_state(params, optimizer, key, plan, workers=[worker])
         state, batch = place((state, jnp.zeros((1, 3))), party.mesh)
         if kind == "wagma":
-            peers = gossip.Wagma(local, gossip.Butterfly(2, 2, 4), party, patience=60.0)
+            peers = gossip.Peers(local, methods.wagma(2, 2, 4), party, patience=60.0)
         else:
             peers = gossip.Peers(local, plan, party, patience=60.0)
         with peers:

@@ -26,7 +26,7 @@ from decentjax import (
 )
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
-from decentjax.gossip import Butterfly, Elastic, Folder, PeerProcess, Peers, Wagma
+from decentjax.gossip import Elastic, Folder, PeerProcess, Peers
 from decentjax.gossip.layout import Layout
 from decentjax.links import Links, Piece
 from tests.parties import in_threads, training
@@ -41,7 +41,7 @@ STEPS_OF = {
         LOCAL, topology.ring(2), party, merge="swaps", patience=math.inf
     ),
     "rounds": lambda party: Peers(LOCAL, LOCAL_SGD, party, patience=math.inf),
-    "wagma": lambda party: Wagma(LOCAL, Butterfly(2, 2, 1), party, patience=LONG),
+    "wagma": lambda party: Peers(LOCAL, methods.wagma(2, 2, 1), party, patience=LONG),
 }
 KINDS = {
     "explicit": (AxisType.Explicit,) * 2,

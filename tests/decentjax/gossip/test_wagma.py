@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decentjax import place, topology
+from decentjax import methods, place, topology
 from decentjax._core.joining import JOIN_BYTES
-from decentjax.gossip import Butterfly, Wagma, averages, means, replay
+from decentjax.gossip import AutoPatience, Elastic, Peers, averages, means, replay
 from tests.parties import (
     LOCAL,
     LONG,
@@ -72,12 +72,13 @@ def repeated(num_workers, num_steps, records, order):
 @pytest.mark.parametrize("sizes", [(4, 2, 4), (8, 4, 3), (2, 2, 5), (4, 1, 3)])
 def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
     """With workers that are late in turn."""
-    groups, num_workers, steps = Butterfly(*sizes), sizes[0], 9
+    groups = methods.wagma(*sizes, delay=order == "awc")
+    num_workers, steps = sizes[0], 9
 
     def delays(worker, step):
         return 0.1 if (worker + step) % num_workers == 0 else 0.002
 
-    results = groups_run(tmp_path, groups, steps, delays, order=order)
+    results = groups_run(tmp_path, groups, steps, delays)
     records = [one for _, used in results for one in used]
     wanted, _ = repeated(num_workers, steps, records, order)
     for worker, (found, _) in enumerate(results):
@@ -88,7 +89,7 @@ def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
     states = replay(
         LOCAL,
         groups,
-        order,
+        "arrived",
         [start_of_four(num_workers, worker) for worker in range(num_workers)],
         lambda worker, step: rows[step, worker : worker + 1],
         records,
@@ -130,7 +131,7 @@ def test_a_mean_is_that_of_the_models_whatever_their_leaves():
 def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
     """However late, and whatever came before; so all are equal after it."""
     draws = np.random.default_rng(0).exponential(0.02, (8, 8))
-    groups = Butterfly(8, 2, 4)
+    groups = methods.wagma(8, 2, 4)
     results = groups_run(tmp_path, groups, 8, lambda worker, step: draws[step, worker])
     for step in (3, 7):
         everyone = tuple((worker, step) for worker in range(8))
@@ -151,10 +152,10 @@ def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
     """The thread of a worker that is slow to take it goes on with the next groups."""
     rows, states, used = batches(2, 5), [start_of_four(2, 0), start_of_four(2, 1)], []
     parties = [party_of(tmp_path, [i]) for i in (0, 1)]
-    groups, hooks = Butterfly(2, 2, 3), {"used": used.append}
+    groups, hooks = methods.wagma(2, 2, 3), {"used": used.append, "patience": 60.0}
     with contextlib.ExitStack() as stack:
         steps = [
-            stack.enter_context(Wagma(LOCAL, groups, party, **hooks))
+            stack.enter_context(Peers(LOCAL, groups, party, **hooks))
             for party in parties
         ]
 
@@ -180,7 +181,7 @@ def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
 
 
 def test_a_mean_of_all_in_every_step_gives_the_numbers_of_one_model(tmp_path):
-    results = groups_run(tmp_path, Butterfly(4, 2, 1), 4)
+    results = groups_run(tmp_path, methods.wagma(4, 2, 1), 4)
     rows, model = batches(4, 4).astype(np.float64), np.append(np.arange(3.0), 1)
     for step in range(4):
         model = np.mean([model - RATE * 2 * (model - x) for x in rows[step]], 0)
@@ -197,7 +198,7 @@ def test_a_late_worker_delays_no_other(tmp_path):
         ends[worker, step] = time.monotonic()
         return 2.0 if worker == 0 and step == 2 else 0.0
 
-    results = groups_run(tmp_path, Butterfly(4, 2, 100), 9, delays)
+    results = groups_run(tmp_path, methods.wagma(4, 2, 100), 9, delays)
     assert all(ends[worker, 8] < ends[0, 2] + 2.0 for worker in (1, 2, 3))
     late = results[0][1][2]
     assert late.group > late.step
@@ -206,9 +207,10 @@ def test_a_late_worker_delays_no_other(tmp_path):
 
 def test_who_is_done_stays_until_its_partners_are(tmp_path):
     """It takes part in their groups, and they may still be taking its last model."""
-    device, groups = jax.devices()[:1], Butterfly(2, 2, 4)
+    device, groups = jax.devices()[:1], methods.wagma(2, 2, 4)
     first, second = (
-        Wagma(LOCAL, groups, party_of(tmp_path, [i], device)) for i in (0, 1)
+        Peers(LOCAL, groups, party_of(tmp_path, [i], device), patience=60.0)
+        for i in (0, 1)
     )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         steps = [
@@ -227,7 +229,7 @@ def test_who_is_done_stays_until_its_partners_are(tmp_path):
 def test_a_simulation_averages_what_was_there():
     """Of 4 workers in pairs, worker 3 is late; in step 2 all wait for it."""
     ready = np.array([[1, 1, 1, 5], [2, 2, 2, 6], [3, 3, 3, 9], [10, 11, 11, 11]])
-    records = averages(Butterfly(4, 2, 3), ready)
+    records = averages(methods.wagma(4, 2, 3), ready)
     found = {(one.step, one.worker): models_of(one) for one in records}
     assert found[0, 0] == found[0, 1] == ((0, 0), (1, 0))
     assert found[0, 3] == ((2, 0),)
@@ -241,8 +243,8 @@ def test_a_simulation_averages_what_was_there():
     rows = batches(4, 4)
     states = replay(
         LOCAL,
-        Butterfly(4, 2, 3),
-        "atc",
+        methods.wagma(4, 2, 3),
+        "arrived",
         [start_of_four(4, worker) for worker in range(4)],
         lambda worker, step: rows[step, worker : worker + 1],
         records,
@@ -255,7 +257,8 @@ def test_a_simulation_averages_what_was_there():
 @pytest.mark.parametrize("order", ["atc", "awc"])
 def test_a_repeated_run_drops_the_models_that_it_has_used(order):
     """Of 40 steps it keeps no more than of the first ten."""
-    groups, rows, counts = Butterfly(4, 2, 5), batches(4, 40), []
+    groups = methods.wagma(4, 2, 5, delay=order == "awc")
+    rows, counts = batches(4, 40), []
 
     def batch(worker, step):
         if worker == 0:
@@ -264,39 +267,23 @@ def test_a_repeated_run_drops_the_models_that_it_has_used(order):
 
     records = averages(groups, np.arange(40.0)[:, None] + np.zeros(4))
     states = [start_of_four(4, worker) for worker in range(4)]
-    replay(LOCAL, groups, order, states, batch, records)
+    replay(LOCAL, groups, "arrived", states, batch, records)
     assert max(counts[30:]) <= max(counts[:11]) + 5
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "group_size"),
-    [(n, 2**s) for n in (1, 2, 4, 8, 16, 64) for s in range(n.bit_length())],
-)
-def test_partners_are_members_of_the_butterflys_groups(num_workers, group_size):
-    if group_size == 1:
-        return  # Alone.
-    groups = Butterfly(num_workers, group_size, 1000)
-    graph = topology.butterfly_groups(num_workers, group_size)
-    for step in range(2 * graph.period):
-        members = {0}
-        for hop in groups.hops(step):
-            members |= {member ^ hop for member in members}
-        wanted = {frozenset(group) for group in graph[step].between.members}
-        got = {frozenset(i ^ j for j in members) for i in range(num_workers)}
-        assert got == wanted
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_workers": 6}, "powers of two, got N = 6"),
-        ({"group_size": 3}, "powers of two, got S = 3"),
-        ({"group_size": 0}, "powers of two, got S = 0"),
-        ({"group_size": 8}, "a group of S = 8 has more members than .* N = 4"),
-        ({"period": 0}, "period must be at least 1, got 0"),
-        ({"patience": 0.0}, "patience must be positive, got 0"),
-        ({"patience": math.nan}, "patience must be positive"),
-        ({"order": "cta"}, 'order must be "atc" or "awc"'),
+        ({"num_workers": 6}, "num_workers to be a power of two, got 6"),
+        ({"group_size": 3}, "group_size to be a power of two, got 3"),
+        ({"group_size": 0}, "group_size to be a power of two, got 0"),
+        ({"group_size": 8}, "a group_size from 2 to num_workers = 4, got 8"),
+        ({"period": 0}, "needs a positive period, got 0"),
+        ({"patience": 0.0}, "give a patience such as 60.0, got 0"),
+        ({"patience": math.nan}, "give a patience such as 60.0"),
+        ({"patience": AutoPatience()}, "give a patience such as 60.0, got AutoPat"),
+        ({"merge": "swaps"}, "leave out merge and elastic"),
+        ({"elastic": Elastic(topology.ring)}, "leave out merge and elastic"),
         ({"workers": [4]}, "distinct numbers from 0 to 3"),
     ],
 )
@@ -305,4 +292,4 @@ def test_what_groups_cannot_do_is_refused(change, words, tmp_path):
     sizes |= {name: change.pop(name) for name in sizes.keys() & change}
     party = party_of(tmp_path, change.pop("workers", [0]))
     with pytest.raises(ValueError, match=words):
-        Wagma(LOCAL, Butterfly(**sizes), party, **change)
+        Peers(LOCAL, methods.wagma(**sizes), party, **{"patience": 60.0} | change)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decentjax import Rounds, topology
+from decentjax import Rounds, methods, topology
 from decentjax.codec import int8
 from decentjax.compression import copies
-from decentjax.gossip import Butterfly, Folder
+from decentjax.gossip import Folder
 from decentjax.links import Links, Piece, Said, edge
 from decentjax.links.transport import Transport
 from tests.handshakes import until
@@ -228,7 +228,7 @@ def test_rounds_miss_no_message_whatever_is_lost(sent, lossy, tmp_path):
 def test_a_mean_of_groups_misses_no_model_whatever_is_lost(lossy, tmp_path):
     lossy(one_in(3))
     begin = time.monotonic()
-    groups = Butterfly(4, 2, 2)
+    groups = methods.wagma(4, 2, 2)
     results = groups_run(tmp_path, groups, 6, patience=LONG)
     for step in (1, 3, 5):
         for found, used in results:
