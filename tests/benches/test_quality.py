@@ -103,7 +103,7 @@ def test_each_method_searches_its_fields_from_its_config():
     assert not Quality().grid(DILOCO).fields
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_method_can_have_all_its_values():
     """The race checks those that run: PyTorch's only where it is installed."""
     quality = Quality(tune=RATES)

@@ -117,7 +117,7 @@ def test_a_race_is_written_down_and_drawn(tmp_path):
     assert "<svg" in (tmp_path / "race.svg").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_the_death_of_a_worker_ends_the_race_and_names_it(tmp_path):
     marker = uuid.uuid4().hex

@@ -100,7 +100,7 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
     assert "--exchange.bind eth0" in commands[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_after_the_first_steps_a_process_has_a_share_of_a_core(tmp_path):
     """Until its last evaluation; by its end the group is gone."""
     config = tmp_path / "slowed.py"

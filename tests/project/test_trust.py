@@ -535,7 +535,7 @@ def test_a_run_of_peers_that_has_begun_keeps_its_secret(tmp_path, monkeypatch):
     assert not (tmp_path / "peers").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_comes_back_though_the_folder_of_peers_was_removed(tmp_path):
     def process(number: int):
         place = f"--distributed.process-id {number} --distributed.num-processes 2"
@@ -565,7 +565,7 @@ def test_a_process_comes_back_though_the_folder_of_peers_was_removed(tmp_path):
     assert "refused" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_with_another_secret_is_named_and_the_others_go_on(tmp_path):
     run_dir, other = tmp_path / "run", tmp_path / "other"
     other.write_text("of another run" * 2)

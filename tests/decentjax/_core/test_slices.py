@@ -276,7 +276,7 @@ def test_automatic_axes_send_by_collectives_too(form):
     assert sum(one.num_bytes for one in found) == 2 * (24 + 5 + 2) * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_vmap_over_fewer_rows_than_devices_leaves_the_rows_to_the_compiler():
     """Two workers on each slice, workers on no axis, another name, and seeds around."""
     mesh, before = _mesh(2), _models(4)["cut"]
@@ -356,7 +356,7 @@ def _descended(name, model, batch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(6)
+@pytest.mark.draw(14)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)
@@ -433,7 +433,7 @@ def test_a_state_keeps_its_shards_on_a_mesh(plan_of, kinds):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(3)
+@pytest.mark.draw(8)
 @EACH_KIND
 @EACH_PLAN
 @pytest.mark.parametrize("form", ["own", "vmap"])
@@ -471,7 +471,7 @@ def test_shards_may_be_said_as_well(lies, kinds):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 @EACH_KIND
 @pytest.mark.parametrize("name", ["int8", "late"])
 def test_encoded_rounds_keep_shards_on_a_mesh(name, kinds):

@@ -262,7 +262,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_launcher_leaves_no_reading_process(tmp_path):
     """Which the kernel does not kill with the trainer."""
     command = f"-m train.launch --processes 1 {CONFIG} --run-dir {tmp_path}"

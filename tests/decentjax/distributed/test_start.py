@@ -489,6 +489,7 @@ def scripts_of(page: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_scripts_of_the_guide_train_as_a_job(number, tmp_path):
     script = tmp_path / "script.py"
@@ -581,7 +582,7 @@ def test_machines_whose_names_are_loopback_exchange(coordinator, bind, tmp_path)
     assert output.count("mean 1.0") == 3, output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_a_coordinator_whose_name_is_loopback_says_so(tmp_path):
     output = two_machines(tmp_path, "machine0:5000", 30)

@@ -346,7 +346,7 @@ def test_a_process_that_holds_pythons_lock_gives_no_sign(process, tmp_path):
     assert f"process {process} gives no sign: it is frozen, out of reach, or" in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_step_that_waits_for_one_names_it(tmp_path):
     output, _ = stuck(tmp_path, "reading", 1, 2, "asleep", 2, "--exchange", "in_step")
     assert "process 1 is late: reading, step 5, for" in output
@@ -440,6 +440,7 @@ print("done")
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("hangs", "code", "line"),
     [
@@ -477,7 +478,7 @@ print("done")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_whose_phases_have_no_names_has_no_deadline(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_PHASES)

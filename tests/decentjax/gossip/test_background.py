@@ -208,7 +208,7 @@ ROUNDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(6)
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_the_numbers_are_those_of_the_step_bit_for_bit(case):
     """State, keys and metrics after each of four steps."""

@@ -357,7 +357,7 @@ def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) ->
     return written
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_process_measures_a_mesh_of_its_devices(tmp_path):
     options = "--workers.where mesh --measured-steps 2 --steps 20"
     arguments = ["--measure", "tests/tiny.py", *options.split(), "--out", str(tmp_path)]

@@ -173,7 +173,7 @@ def test_a_method_that_the_cluster_cannot_have_is_named():
     assert say_race(setting(1e7, num_nodes=6), every[-1:], console) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_reads_the_file(tmp_path, capsys):
     file = write(tmp_path / "quality.json")
     flags = "--nodes 4 --between 80mbit --compute 100ms --params 1M --steps 10"

@@ -188,7 +188,7 @@ def changed(config: Config, field: str, value: Any) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.draw(9)
+@pytest.mark.draw(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_field_matters_wherever_a_config_trains(field, way, tmp_path):

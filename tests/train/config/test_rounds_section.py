@@ -85,7 +85,7 @@ def params_of(state):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @EACH_METHOD
 def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     config = config_of(method)
@@ -114,7 +114,7 @@ PLACES += [("choco", "background"), ("int2", "background")]
 
 
 @pytest.mark.slow
-@pytest.mark.draw(10)
+@pytest.mark.draw(20)
 @pytest.mark.parametrize(("method", "where"), PLACES)
 def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
     """Bit for bit, with what was on its way."""
@@ -162,7 +162,7 @@ ONES = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4)
+@pytest.mark.draw(10)
 @pytest.mark.parametrize(
     ("changes", "where"),
     [

@@ -54,7 +54,7 @@ def vocabulary() -> Vocabulary:
     return train_vocabulary(LINES * 3, 300)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(line=st.text(max_size=30))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_line_comes_back(vocabulary, line):

@@ -233,7 +233,7 @@ def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
     np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rounds_in_processes_train_as_simulated_workers_do(tmp_path):
     """Fragments, late and encoded, in the second thread of each process."""
     config, job, alone = rounds_line.config, tmp_path / "job", tmp_path / "alone"

@@ -285,7 +285,7 @@ def text_run(tmp_path_factory):
     return config, folder / "run"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_exported_and_another_begins_with_it(text_run, tmp_path, capsys):
     config, run = text_run
     folder = tmp_path / "models" / "gpt2"

@@ -172,7 +172,7 @@ def loss_and_gradients(**changes):
     return jax.value_and_grad(loss), params
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_remat_changes_neither_loss_nor_gradients():
     results, programs = [], []
     for remat in (False, True):
@@ -216,7 +216,7 @@ def test_bfloat16_computes_the_same_to_its_precision():
     np.testing.assert_allclose(narrow, plain, atol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_models_under_vmap_are_each_as_alone():
     value_and_grad, first = loss_and_gradients()
     second = jax.tree.map(lambda x: 1.5 * x, first)

@@ -108,7 +108,7 @@ def test_the_busiest_step_is_the_first_that_crosses_nodes():
     assert busiest_step(topology.complete(16), 8) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_holds_the_state_and_the_activations():
     step = StepConfig(batch_per_worker=512)
     run = prepare(dataclasses.replace(tiny.config, step=step), "h100", 2, 2)
@@ -275,7 +275,7 @@ def test_a_profile_of_times_starts_messages_in_time():
     assert profiled.estimate.step < 0.9 * plain.estimate.step
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
     out, figure = tmp_path / "out.json", tmp_path / "figure.svg"
     where = ("--out", str(out), "--figure", str(figure))
