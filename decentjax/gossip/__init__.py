@@ -7,6 +7,7 @@ from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background
 from decentjax.gossip.batches_read import Read
 from decentjax.gossip.engine import Engine, SharedEngine
+from decentjax.gossip.group_port import averages
 from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
@@ -16,7 +17,6 @@ from decentjax.gossip.quorum import Guard, Quorum, count_examples
 from decentjax.gossip.replaying import WorkerSteps, replay
 from decentjax.gossip.thread import Beside
 from decentjax.gossip.thread_port import host_mesh
-from decentjax.gossip.wagma import averages
 from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
 from decentjax.plan import mixing_matrix
 

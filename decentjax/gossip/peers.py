@@ -16,6 +16,7 @@ import numpy as np
 from decentjax._core.patience import AutoPatience
 from decentjax.exchange import Topology
 from decentjax.gossip.batches_read import Read
+from decentjax.gossip.group_port import GroupPort
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import WAYS, MergeRecord
 from decentjax.gossip.peer_port import PeerPort
@@ -23,7 +24,6 @@ from decentjax.gossip.port import Record
 from decentjax.gossip.quorum import Quorum
 from decentjax.gossip.round_port import RoundPort
 from decentjax.gossip.thread import Beside, check_beside
-from decentjax.gossip.wagma import GroupPort
 from decentjax.links import Links, PeerProcess
 from decentjax.loss import Metrics
 from decentjax.placement import place

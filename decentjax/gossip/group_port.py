@@ -1,4 +1,4 @@
-"""Peer-to-peer WAGMA-SGD: group averages that do not wait for late workers."""
+"""The port of groups: averages of WAGMA-SGD that do not wait for late workers."""
 
 import functools
 from collections.abc import Callable, Sequence
