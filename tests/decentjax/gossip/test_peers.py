@@ -371,7 +371,7 @@ def exchange_only(graph, book, way, num_steps):
                 state, _ = peers.advance(state, batch, step)
             # In step from here on, so that all that was open is completed.
             same.wait(LONG)
-            peers._port.patience = 2.0
+            peers._port.waits.longest = 2.0
             for step in range(num_steps, num_steps + 6 * graph.period):
                 state, _ = peers.advance(state, batch, step)
                 same.wait(LONG)
