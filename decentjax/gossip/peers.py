@@ -167,7 +167,7 @@ class Peers(Beside):
             how = party, rounds, patience, used, quorum, elastic
             port = RoundPort(*how, batches_read)
         super().__init__(local, plan, party.mesh, port, record, party.workers)
-        self._peers, self._is_away = port, True
+        self._peers, self._is_away, self._is_lone = port, True, True
         self._lives: dict[int, int] = {}  # Of the peers that it has met.
 
     @property
@@ -297,8 +297,8 @@ class Peers(Beside):
         was_silent = self._peers.elastic is not None and self.links.was_silent()
         is_away = self._is_away or was_silent
         self._is_away = False
-        # One that trains alone, as it did not find the others in time.
-        is_lone = bool(new & self.links.ahead(step + MOST_BEHIND))
+        # It has trained without the others, as it did not find them in time.
+        is_lone = bool(new & self.links.ahead(step + MOST_BEHIND)) and self._is_lone
         return self._peers.may_join and (is_away or is_lone)
 
     def _has_quorum(self) -> bool:
@@ -369,6 +369,7 @@ class Peers(Beside):
         found = peers.join(packed, after, ended)
         if found is None:
             return own._replace(how="alone")
+        self._is_lone = False
         new, step = found
         return Admitted(self._rounds.unpack(new), step, "joined")
 
