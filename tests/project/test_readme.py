@@ -110,7 +110,10 @@ def asked(line: str) -> Asked | None:
     options = tuple(word.partition("=")[0] for word in rest if word.startswith("--"))
     if name in ("train", "preflight") or "--measure" in rest:
         measured = ["--measure"] if "--measure" in rest else []
-        config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word]
+        # Own functions, `--method FILE.py:NAME`, are those of the reader.
+        pairs = zip(["", *rest], rest, strict=False)
+        words = [x for before, x in pairs if before not in ("--method", "--topology")]
+        config = [x.replace("NAME", "quickstart") for x in words if ".py" in x]
         # By its name, without a path.
         config += [x for x in rest if x in shipped_configs()]
         named = [x for x in rest if x.removeprefix("--") in KINDS]

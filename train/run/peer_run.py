@@ -146,7 +146,9 @@ def build_peers(
         common |= {"elastic": elastic, "batches_read": read}
     match exchange:
         case GroupExchange():
-            return gossip.Peers(local, wagma_plan(config), party, **common)
+            return gossip.Peers(
+                local, wagma_plan(config, method.is_early), party, **common
+            )
         case QuorumExchange():
             merge = config.workers.num_workers, amounts_of(task)
             common["merge"] = exchange.merge(*merge)
@@ -206,12 +208,12 @@ def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
     return bind, book
 
 
-def wagma_plan(config: Config) -> methods.Wagma:
+def wagma_plan(config: Config, is_early: bool) -> methods.Wagma:
     """The plan of a run with the exchange "groups"."""
-    topology, delay = config.topology, int(config.step.algorithm == "awc")
+    topology = config.topology
     assert topology.mean_every is not None
     how = config.workers.num_workers, topology.group_size, topology.mean_every
-    return methods.wagma(*how, delay=delay)
+    return methods.wagma(*how, delay=int(is_early))
 
 
 def digest(config: Config) -> str:

@@ -121,7 +121,7 @@ class Clock:
                 "of groups, those with step.algorithm = atc have a clock, got "
                 f"{method.name}"
             )
-        groups, count = wagma_plan(config), config.num_steps
+        groups, count = wagma_plan(config, method.is_early), config.num_steps
         inner = butterfly_groups(groups.num_workers, groups.group_size)
         times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
         return Timed(times, gossip.averages(groups, times.start + times.compute))

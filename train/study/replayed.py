@@ -81,7 +81,7 @@ def repeat(
             way = exchange.merge(len(workers), amounts_of(task))
             assert graph is not None
         case GroupExchange():
-            graph, way = wagma_plan(config), "arrived"
+            graph, way = wagma_plan(config, method.is_early), "arrived"
         case PeerExchange(way=way):
             graph = method.graph
         case _:
