@@ -262,7 +262,7 @@ class Peers(Beside):
             if self._must_look(found.step):
                 new = self._joined(found, batch if is_first else None, ended)
                 found = new if found.how == "own" or new.how == "joined" else found
-            if ended() or self._has_quorum():
+            if self.has_quorum() or ended():
                 break
             self._is_away = True  # The others may train without this process.
             time.sleep(QUORUM_SECONDS)
@@ -301,7 +301,8 @@ class Peers(Beside):
         is_lone = bool(new & self.links.ahead(step + MOST_BEHIND)) and self._is_lone
         return self._peers.may_join and (is_away or is_lone)
 
-    def _has_quorum(self) -> bool:
+    def has_quorum(self) -> bool:
+        """Whether as many workers are alive as `elastic` wants; a call waits for it."""
         elastic = self._peers.elastic
         if elastic is None:
             return True

@@ -46,6 +46,8 @@ from train.tasks.task import Task
 
 JOIN_SECONDS = 5.0  # Wait for any peer, before a process continues from its own model.
 START_SECONDS = 2.0  # The same for one that may well be the first.
+AWAY = "was away, while others may have gone on"
+NO_QUORUM = "waits for its quorum of workers"
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
 
@@ -271,9 +273,17 @@ class Joiner(NamedTuple):
 
         If no peer is alive, that is a peer's checkpoint, if that is further.
         """
+        told = {AWAY} if batch is not None else set[str]()
+
+        def ended() -> bool:
+            why = AWAY if self.peers.has_quorum() else NO_QUORUM
+            if why not in told:
+                self.log.say(f"step {begin.step}: {why}")
+            told.add(why)
+            return self.stop.poll()
+
         with phases.phase(phases.WAITING):
-            given = begin.state, batch, begin.step
-            state, step, how = self.peers.admit(*given, self.stop.poll)
+            state, step, how = self.peers.admit(begin.state, batch, begin.step, ended)
         step = min(step, self.last)
         match how:
             case "own":
