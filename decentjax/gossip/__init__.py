@@ -57,7 +57,7 @@ __all__ = [
 # What to write for names of version 0.3, until the next version.
 _GONE = {
     "BackgroundRounds": "gossip.Background(local, rounds, mesh)",
-    "Butterfly": "methods.wagma(num_workers, group_size, period)",
+    "Butterfly": "gossip.Peers(local, methods.wagma(n), party, patience=60.0)",
     "Party": "gossip.PeerProcess(book, workers, mesh)",
     "PeerRounds": "gossip.Peers(local, rounds, party)",
     "Used": "gossip.MergeRecord",

@@ -473,7 +473,7 @@ def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
             train(config, tmp_path, Resume(workers=how))
     after = train(config, tmp_path, Resume(workers="mean")).state
     for one in (before.extra, after.extra):
-        sums = [x["w"].sum(0) for x in (one.tracker, one.gradient)]
+        sums = [x["w"].sum(0) for x in one.values.values()]
         np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-6)
 
 
