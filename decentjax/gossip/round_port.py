@@ -103,13 +103,17 @@ class RoundPort(PeerPort):
         if found is None:
             return None
         new, step = found
+        self.forget(step)
+        return from_anchor(new) if isinstance(new.extra, RoundState) else new, step
+
+    def forget(self, step: int) -> None:
+        """Begins from the anchors of a peer, at a step."""
         self._awaited = self._schedule.count(step)
         # Those that the peer had not merged by then were in flight.
         first = self._schedule.count(step - max(0, self._schedule.delay - 1))
         if isinstance(way := self._way, QuorumMeans):
             for worker in self.party.workers:
                 way.forget(worker, first)
-        return from_anchor(new) if isinstance(new.extra, RoundState) else new, step
 
     def due(self, step: int) -> int:
         """The step to continue with: where a quorum has sent a round, that of the next.
