@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from decentjax import GradientMean, Rounds, Topology, analysis, runtime
+from decentjax.codec import Codec
 from decentjax.plan import rounds_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
@@ -127,10 +128,16 @@ def _own_rows(setting: Setting, row: Callable[..., RoundsRow]) -> list[RoundsRow
         return []
     rounds, place = rounds_of(plan), place_of(setting.method)
     compression = rounds.compression
-    codec = "none" if compression is None else compression.codec.name
+    codec = "none" if compression is None else _name_of(compression.codec)
     hides = rounds.delay > 0 and setting.overlap == "background"
     flags = f"--method {place}{' --exchange background' * hides}"
     return [row(place, rounds, codec, flags)]
+
+
+def _name_of(codec: Codec | tuple[Codec, ...]) -> str:
+    """The name of a codec, or those of the leaves."""
+    each = codec if isinstance(codec, tuple) else (codec,)
+    return ", ".join(dict.fromkeys(one.name for one in each))
 
 
 def _methods(
