@@ -5,13 +5,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from decentjax import GradientMean, Rounds, Topology, analysis, runtime
-from decentjax.codec import Codec
 from decentjax.plan import rounds_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
@@ -134,7 +133,7 @@ def _own_rows(setting: Setting, row: Callable[..., RoundsRow]) -> list[RoundsRow
     return [row(place, rounds, codec, flags)]
 
 
-def _name_of(codec: Codec | tuple[Codec, ...]) -> str:
+def _name_of(codec: Any) -> str:
     """The name of a codec, or those of the leaves."""
     each = codec if isinstance(codec, tuple) else (codec,)
     return ", ".join(dict.fromkeys(one.name for one in each))
