@@ -304,7 +304,7 @@ class Peers(Beside):
     def has_quorum(self) -> bool:
         """Whether as many workers are alive as `elastic` wants; a call waits for it."""
         elastic = self._peers.elastic
-        if elastic is None:
+        if elastic is None or not self._is_open:
             return True
         # A process that has finished counts, so that the last ones can finish too.
         there = {*self.alive(), *self._peers.party.workers, *self.links.left}
