@@ -85,7 +85,7 @@ class RoundPort(PeerPort):
 
     @property
     def may_join(self) -> bool:
-        return self.elastic is not None
+        return self.elastic is not None or self._quorum is not None
 
     def trained(self, batch: Any) -> None:
         """Counts a step of each worker, and its tokens, for the weights of a quorum."""
@@ -164,9 +164,9 @@ class RoundPort(PeerPort):
         return self._schedule.count(step)
 
     def _report(self, step: int) -> None:
-        # Rounds report those that they have taken, as peers wait for that at the end;
-        # elastic peers their steps, as who joins continues there.
-        if self.elastic is not None:
+        # Who joins continues at the step that is reported. Rounds that nobody joins
+        # report those that they have taken, as peers wait for that at the end.
+        if self.may_join:
             super()._report(step)
 
     def _by_step(self, used: MergeRecord) -> MergeRecord:
@@ -179,7 +179,7 @@ class RoundPort(PeerPort):
     def _note(self, used: MergeRecord, models: Models) -> None:
         self._check_whole(used)
         super()._note(used, models)
-        if self.elastic is None:
+        if not self.may_join:
             # As in `Peers`, where models are sent a step ahead.
             self._taken = used.step - 1
             self.links.at(self._taken)

@@ -57,9 +57,10 @@ def steps_of(book, worker, plan, used=lambda _: None, meets_at=None, **options):
     With `meets_at` it opens its book in the midst of that step, and meets the others.
     """
     plan, graph, merge = PLANS[plan]
+    is_elastic = options.pop("is_elastic", True)
     given = {"quorum": 1, "alone_seconds": 0.2, **options}
     options = {"merge": merge, "patience": 0.05, "used": used}
-    elastic = Elastic(graph, **given)
+    elastic = Elastic(graph, **given) if is_elastic else None
     party = party_of(book, [worker])
     with Peers(LOCAL, plan, party, elastic=elastic, **options) as step:
 
@@ -79,13 +80,13 @@ def steps_of(book, worker, plan, used=lambda _: None, meets_at=None, **options):
 class Training:
     """Workers that train in threads until the context ends."""
 
-    def __init__(self, book, workers, plan):
+    def __init__(self, book, workers, plan, **options):
         self.used, self.steps = [], dict.fromkeys(workers, 0)
-        self._ended, self._given = threading.Event(), (book, plan)
+        self._ended, self._given = threading.Event(), (book, plan, options)
 
     def _work(self, worker):
-        book, plan = self._given
-        for t in steps_of(book, worker, plan, self.used.append):
+        book, plan, options = self._given
+        for t in steps_of(book, worker, plan, self.used.append, **options):
             self.steps[worker] = t
             if self._ended.is_set():
                 return
@@ -131,6 +132,25 @@ def test_a_newcomer_that_found_nobody_sends_nothing_of_its_lone_steps(plan, tmp_
     taken = [x for one in others.used for x in one.models if x.peer == 2]
     assert taken  # It takes part after all.
     # Rounds are known by the step at which they begin.
+    assert min(x.step for x in taken) >= joined - 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_without_elastic_who_starts_again_joins_too(plan, tmp_path):
+    """It begins with a new state, and sends nothing that was trained from it."""
+    book, options = gossip.Folder(tmp_path), {"is_elastic": False}
+    with Training(book, [0, 1], plan, **options) as others:
+        others.until(100)
+        with contextlib.closing(steps_of(book, 2, plan, **options)) as newcomer:
+            joined = next(newcomer)
+            assert joined > 100
+            until = min(others.steps.values()) + 50
+            while next(newcomer) < until:
+                pass
+            others.until(until)
+    taken = [x for one in others.used for x in one.models if x.peer == 2]
+    assert taken
     assert min(x.step for x in taken) >= joined - 5
 
 
