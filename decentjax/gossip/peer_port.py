@@ -223,8 +223,9 @@ class PeerPort(PartyPort):
             first_model=first_model(first, step),
         )
         self._way = self._build_way()
-        if self.elastic is None:
-            self._links.meet(self.sources, time.monotonic() + self.waits.first)
+        # Elastic peers come when they come, but those of this process are here.
+        own, late = {*self.party.workers}, time.monotonic() + self.waits.first
+        self._links.meet(self.sources & own if self.elastic else self.sources, late)
 
     def show(self, state: WorkerState, step: int) -> None:
         if guests := self.links.joining():
