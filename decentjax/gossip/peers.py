@@ -227,7 +227,7 @@ class Peers(Beside):
         return place(jax.tree.map(_stacked, *rows), self._mesh)
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
-        """Like that of `Background`; a peer that asks for the state gets a copy."""
+        """As in `Beside`; a peer that asks for the state gets a copy."""
         self._open(state, batch, step)
         self._peers.show(state, step)
         return super().begin(state, batch, step)
@@ -250,6 +250,9 @@ class Peers(Beside):
           step: the step about to run.
           ended: function that is asked while this process waits; once it returns True,
             the wait ends.
+
+        Returns:
+          The state, the step, and how they were found.
         """
         found, is_first = Admitted(state, step), not self._is_open
         peers, elastic = self._peers, self._peers.elastic
@@ -357,7 +360,7 @@ class Peers(Beside):
     def _joined(self, own: Admitted, batch: Any, ended: Callable[[], bool]) -> Admitted:
         """The state and the step of a peer that is ahead, once it has sent them.
 
-        Waits as long as one is: a model from before would move that of all others.
+        Waits as long as one is ahead: an old model would move all others.
         """
         peers, elastic = self._peers, self._peers.elastic
         alone = 0.0 if elastic is None else elastic.alone_seconds

@@ -1,4 +1,4 @@
-"""The protocol of a port, which carries exchanges, and that of a record."""
+"""The protocols of a port, which carries exchanges, and of a record."""
 
 import abc
 from collections.abc import Callable, Sequence
