@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +260,7 @@ def steps_of(where, plan, mesh, folder):
         step = gossip.Background(LOCAL, plan, mesh)
     elif where == "peers":
         party = gossip.PeerProcess(gossip.Folder(folder), range(4), mesh)
-        step = gossip.Peers(LOCAL, plan, party)
+        step = gossip.Peers(LOCAL, plan, party, patience=math.inf)
     else:
         step = on_mesh(LOCAL, plan, mesh)
     state = init_state(params(), OPTIMIZER, jax.random.key(0), plan)

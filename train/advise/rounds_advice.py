@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from decentjax import GradientMean, Rounds, Topology, analysis, runtime
+from decentjax.codec import Codec
 from decentjax.plan import rounds_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
@@ -135,7 +136,7 @@ def _own_rows(setting: Setting, row: Callable[..., RoundsRow]) -> list[RoundsRow
 
 def _name_of(codec: Any) -> str:
     """The name of a codec, or those of the leaves."""
-    each = codec if isinstance(codec, tuple) else (codec,)
+    each = (codec,) if isinstance(codec, Codec) else codec
     return ", ".join(dict.fromkeys(one.name for one in each))
 
 
