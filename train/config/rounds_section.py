@@ -1,13 +1,14 @@
 """Rounds of communication, and how they are encoded."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import optax
 
 from decentjax import Rounds
+from decentjax import codec as codecs
 from decentjax import topology as topologies
-from decentjax.codec import Codec, bfloat16, exact, float16, int2, int4, int8, top_k
+from decentjax.codec import Codec
 from decentjax.compression import (
     LEAST_KEPT,
     Compression,
@@ -22,7 +23,19 @@ from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
 from train.fields import checked
 
-CodecName = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
+
+def _codec_names() -> tuple[str, ...]:
+    """The functions of `decentjax.codec` that make a codec without an argument."""
+    kinds = {
+        x: getattr(codecs, x).__annotations__.get("return") for x in codecs.__all__
+    }
+    return tuple(x for x, kind in kinds.items() if kind is Codec and x != "exact")
+
+
+if TYPE_CHECKING:
+    CodecName = str  # A type checker cannot call a function for the names.
+else:
+    CodecName = Literal["none", *_codec_names()]
 
 
 def make_codec(name: CodecName, share: float = 0.01, bits: int = 32) -> Codec:
@@ -33,17 +46,12 @@ def make_codec(name: CodecName, share: float = 0.01, bits: int = 32) -> Codec:
       share: share of the numbers that "top_k" sends.
       bits: bits of each of them.
     """
-    of_bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
-    codecs = {
-        "none": exact(),
-        "float16": float16(),
-        "bfloat16": bfloat16(),
-        "int8": int8(),
-        "int4": int4(),
-        "int2": int2(),
-        "top_k": top_k(share, values=of_bits[bits]),
-    }
-    return codecs[name]
+    if name == "none":
+        return codecs.exact()
+    if name == "top_k":
+        values = None if bits == 32 else make_codec(f"int{bits}")
+        return codecs.top_k(share, values=values)
+    return getattr(codecs, name)()
 
 
 def sends_models(codec: Codec) -> bool:
