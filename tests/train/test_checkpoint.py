@@ -1,6 +1,5 @@
 """Checkpoints that are damaged, killed while they are written, listed and exported."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -22,6 +21,7 @@ from safetensors.numpy import load_file
 
 from tests import line, saving, tiny
 from tests.checkout import ENV, ROOT
+from tests.configs import changed
 from tests.jobs import LONG
 from train.checkpoint import main, named
 from train.run.loop import train
@@ -47,7 +47,7 @@ LINE = line.config
 def finished(tmp_path_factory):
     """A run, and its state after step 20."""
     run_dir = tmp_path_factory.mktemp("runs") / "line"
-    return run_dir, train(dataclasses.replace(LINE, num_steps=20), run_dir).state
+    return run_dir, train(changed(LINE, num_steps=20), run_dir).state
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(writer.shutil, "rmtree", refuse)
-    outcome = train(dataclasses.replace(LINE, num_steps=20), tmp_path)
+    outcome = train(changed(LINE, num_steps=20), tmp_path)
     assert outcome.step == 20
     assert "checkpoints/5 could not be removed: Direct" in capsys.readouterr().err
     assert list(find_checkpoints(tmp_path).steps) == [15, 20]

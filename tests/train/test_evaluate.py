@@ -1,6 +1,5 @@
 """Finished runs, evaluated and made to generate, by the commands themselves."""
 
-import dataclasses
 import io
 import json
 import signal
@@ -15,6 +14,7 @@ import pytest
 from decentjax import mean_model
 from tests import tiny
 from tests.checkout import ROOT
+from tests.configs import changed
 from train.__main__ import main as resume
 from train.checkpoint import main as export
 from train.evaluate import evaluate
@@ -49,7 +49,7 @@ def test_a_run_of_version_0_2_goes_through_all_commands(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "tiny"
-    config = dataclasses.replace(tiny.config, num_steps=6)
+    config = changed(tiny.config, num_steps=6)
     return run_dir, train(config, run_dir)
 
 
@@ -109,7 +109,7 @@ def test_an_earlier_checkpoint_can_be_asked_for(finished):
 @pytest.mark.slow
 def test_batch_statistics_are_read_too(tmp_path):
     task = DigitsTask(model=ResNetConfig(depth=8, width=4, in_channels=1))
-    config = dataclasses.replace(tiny.config, task=task, num_steps=3)
+    config = changed(tiny.config, task=task, num_steps=3)
     outcome = train(config, tmp_path / "digits")
     _, statistics = read_trained(tmp_path / "digits").models
     wanted = jax.tree.leaves(outcome.state.model_state)

@@ -16,6 +16,7 @@ from decentjax import Lowering, runtime, topology, worker_mesh
 from decentjax.runtime import Cluster
 from tests import tiny
 from tests.checkout import ROOT
+from tests.configs import changed
 from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import measure
@@ -38,7 +39,7 @@ def on_mesh(nodes: int, per_node: int, **changes):
         num_workers=nodes * per_node, workers_per_node=per_node, where="mesh"
     )
     changes = {"topology": TopologyConfig(name="ring"), **changes}
-    return dataclasses.replace(tiny.config, workers=workers, **changes)
+    return changed(tiny.config, workers=workers, **changes)
 
 
 class FakeNetwork:
@@ -133,8 +134,8 @@ def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):
     own = TopologyConfig(name="ring", factor=0.5)
     config = on_mesh(nodes, per_node, exchange=exchange, topology=own)
     # What is trained now is no matter of what is asked.
-    step = dataclasses.replace(config.step, algorithm="all_reduce")
-    setting = measure.measure(dataclasses.replace(config, step=step), 3)
+    step = changed(config.step, algorithm="all_reduce")
+    setting = measure.measure(changed(config, step=step), 3)
     wanted = dataclasses.asdict(truth)
     assert dataclasses.asdict(setting.cluster) == pytest.approx(wanted)
     assert setting.job.model_bytes == network.model_bytes
@@ -221,8 +222,7 @@ def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
 
 def test_narrow_messages_are_half_as_large():
     config = on_mesh(2, 1)
-    step = dataclasses.replace(config.step, message_dtype="bfloat16")
-    narrow = dataclasses.replace(config, step=step)
+    narrow = changed(config, step=dict(message_dtype="bfloat16"))
     network = measure._Exchanges(narrow, config.task.build(), worker_mesh(2))
     assert network.model_bytes == sent_bytes() / 2
     assert network.message_dtype == "bfloat16"
@@ -244,7 +244,7 @@ def test_an_exchange_overlaps_as_it_will_in_training(
     config = on_mesh(2, 1)
     exchange = kind_of("exchange", where)()
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    config = dataclasses.replace(config, exchange=exchange)
+    config = changed(config, exchange=exchange)
     assert measure._overlap(config, worker_mesh(2)) == overlap
 
 
@@ -311,7 +311,7 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
     names = sorted(options, key=lambda name: name != first)
     program.main([word for name in names for word in (name, *options[name])])
     (((config, measured_steps), *rest),) = begun
-    assert config == dataclasses.replace(tiny.config, seed=2)
+    assert config == changed(tiny.config, seed=2)
     assert (measured_steps, *rest) == (5, 7, 2, EVERY, CODECS, Path("there"), [])
 
 

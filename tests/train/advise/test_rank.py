@@ -19,6 +19,7 @@ from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
 from tests import tiny
 from tests.checkout import ROOT
+from tests.configs import changed
 from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import advice_report, rank
@@ -52,7 +53,7 @@ def flags(**changes) -> Flags:
         distribution="constant",
         params="65M",
     )
-    return dataclasses.replace(made, **changes)
+    return changed(made, **changes)
 
 
 def rows_of(
@@ -200,7 +201,7 @@ def test_a_spread_that_nobody_gave_is_said():
     told = flags(distribution="gamma")
     (line,) = told.setting().facts
     assert line.startswith("sigma = 0.05 is assumed")
-    given = dataclasses.replace(told, sigma=0.05).setting()
+    given = changed(told, sigma=0.05).setting()
     assert given.facts == flags().setting().facts == ()
     drawn = [one.job.draw(2, 4, 0) for one in (told.setting(), given)]
     np.testing.assert_array_equal(*drawn)
@@ -333,7 +334,7 @@ def test_the_topology_that_one_has_is_looked_at_once():
     assert unfit == wanted
     assert [config for config, _ in (last_but_one, last)] == [damped, own[2]]
     assert last_but_one[1] == topology.damped(topology.ring(8), 0.5)
-    setting = dataclasses.replace(flags(nodes=8, workers_per_node=1).setting(), own=own)
+    setting = changed(flags(nodes=8, workers_per_node=1).setting(), own=own)
     *_, row, last_row = rows_of(setting).values()
     assert (row.name, last_row.name) == ("ring, damped by 0.5", "ring_lattice (2)")
     config = trained_with(TINY_FILE, *MANY, *shlex.split(row.flags))
@@ -352,7 +353,7 @@ def test_the_name_of_a_topology_says_its_options():
     }
     fit, _ = fitting(8, 1, tuple(own.values()))
     setting = flags(nodes=8, workers_per_node=1).setting()
-    setting = dataclasses.replace(setting, own=tuple(own.values()))
+    setting = changed(setting, own=tuple(own.values()))
     rows = rows_of(setting)
     for name, (_, made) in zip(own, fit[-len(own) :], strict=True):
         row = rows[name]
@@ -385,7 +386,7 @@ def test_more_workers_than_can_be_looked_at_are_refused(monkeypatch):
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_step_of_all_reduce_has_its_closed_form(nodes, between, forward_share):
     asked = flags(nodes=nodes, workers_per_node=1, between=between)
-    setting = dataclasses.replace(asked, forward_share=forward_share).setting()
+    setting = changed(asked, forward_share=forward_share).setting()
     found = rank.compare(setting, 7, 0)
     row = found.rows[0]
     exchange = 2 * (nodes - 1) / nodes * MODEL / rate("between", between)
@@ -607,7 +608,7 @@ MEAN_OF_ALL = topology.complete(4)
 )
 def test_an_exchange_is_hidden_as_the_overlap_says(overlap, compute, wanted):
     asked = flags(workers_per_node=1, between="1gbit", params="12.5M", overlap=overlap)
-    setting = dataclasses.replace(asked, compute=compute).setting()
+    setting = changed(asked, compute=compute).setting()
     # 2 * 3 / 4 of 50 MB at 125 MB/s.
     assert setting.exchange_seconds(MEAN_OF_ALL) == pytest.approx(0.6)
     starts = setting.simulate(MEAN_OF_ALL, 5, 0).start
@@ -616,10 +617,10 @@ def test_an_exchange_is_hidden_as_the_overlap_says(overlap, compute, wanted):
 
 def test_only_the_background_sends_bucket_by_bucket():
     asked = flags(workers_per_node=1, distribution="gamma", sigma=0.5)
-    asked = dataclasses.replace(asked, forward_share=0.3)
+    asked = changed(asked, forward_share=0.3)
     made = {}
     for overlap in ("in_step", "background", "none"):
-        setting = dataclasses.replace(asked, overlap=overlap).setting()
+        setting = changed(asked, overlap=overlap).setting()
         made[overlap] = setting.simulate(MEAN_OF_ALL, 9, 2).end[-1].mean()
         cluster, job = setting.cluster, setting.job
         wanted = runtime.background(cluster, job, MEAN_OF_ALL, 9, 2).end[-1].mean()
@@ -632,7 +633,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured():
     fit, _ = fitting(16, 4)
     measured = {made: 0.01 * (3 + k) for k, (_, made) in enumerate(fit)}
     asked = flags(compute="1s", between_latency="20us", inside_latency="5us").setting()
-    setting = dataclasses.replace(asked, measured={None: 0.4, **measured})
+    setting = changed(asked, measured={None: 0.4, **measured})
     for made, wanted in measured.items():
         assert setting.exchange_seconds(made) == wanted
         longest = setting.simulate(made, made.period, 0).exchange.max(1)
@@ -648,7 +649,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured():
 def test_a_step_that_waits_takes_the_measured_time():
     made = topology.exponential(16)
     asked = flags(compute="1ms", forward_share=1.0).setting()
-    setting = dataclasses.replace(asked, measured={None: 0.4, made: 0.3})
+    setting = changed(asked, measured={None: 0.4, made: 0.3})
     assert setting.ratios(made, 1, 0) == pytest.approx(
         (0.4 / 0.001, 0.75, 0.0), abs=1e-9
     )
@@ -667,7 +668,7 @@ def test_a_step_that_waits_takes_the_measured_time():
 def test_what_was_measured_of_one_worker_is_no_matter():
     alone = topology.complete(1)
     asked = flags(nodes=1, workers_per_node=1).setting()
-    setting = dataclasses.replace(asked, measured={None: 0.1, alone: 0.1})
+    setting = changed(asked, measured={None: 0.1, alone: 0.1})
     for scheme in (None, alone):
         times = setting.simulate(scheme, 3, 0)
         assert times.seconds_per_step() == pytest.approx(0.065)
@@ -826,7 +827,7 @@ def test_the_flags_of_a_row_train_with_what_was_simulated(
     other = "in_step" if overlap == "background" else "background"
     path.write_text(OTHER.format(path=str(TINY_FILE), where=other))
     asked = flags(nodes=num_workers // per_node, workers_per_node=per_node)
-    found = rank.compare(dataclasses.replace(asked, overlap=overlap).setting(), 1, 0)
+    found = rank.compare(changed(asked, overlap=overlap).setting(), 1, 0)
     workers = (
         *("--workers.num-workers", str(num_workers)),
         *("--workers.workers-per-node", str(per_node)),

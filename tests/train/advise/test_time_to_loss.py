@@ -1,6 +1,5 @@
 """Which method reaches a loss first, by steps that were measured."""
 
-import dataclasses
 import io
 import json
 import re
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
+from tests.configs import changed
 from train.advise.__main__ import main as advise
 from train.advise.advice_report import say_race
 from train.advise.setting import Setting
@@ -46,7 +46,7 @@ def setting(rate: float, overlap="background", num_nodes=4) -> Setting:
 
 
 def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> Config:
-    return dataclasses.replace(
+    return changed(
         QUALITY,
         topology=TopologyConfig(name=topology),
         step=StepConfig(algorithm=algorithm, message_dtype=dtype),
@@ -157,10 +157,10 @@ def test_it_is_told_and_kept(tmp_path):
     ],
 )
 def test_the_command_of_the_first_trains_its_method(wanted, where):
-    default = dataclasses.replace(QUALITY, step=StepConfig())
+    default = changed(QUALITY, step=StepConfig())
     default, args = take_sections(default, flags_of(wanted, "background").split())
     made = tyro.cli(Config, default=default, args=args, config=AS_OPTIONS)
-    assert made == dataclasses.replace(wanted, exchange=kind_of("exchange", where)())
+    assert made == changed(wanted, exchange=kind_of("exchange", where)())
 
 
 def test_a_method_that_the_cluster_cannot_have_is_named():

@@ -1,6 +1,5 @@
 """Faults on purpose: what the program finds, and that it notices a broken promise."""
 
-import dataclasses
 import json
 import math
 import os
@@ -17,6 +16,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from tests import line
 from tests.checkout import ROOT
+from tests.configs import changed
 from tests.jobs import LONG, started
 from tests.machines import needs_root
 from train.chaos import jobs, members
@@ -62,7 +62,7 @@ def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    train(dataclasses.replace(line.config, num_steps=2), folder)
+    train(changed(line.config, num_steps=2), folder)
     return folder
 
 
@@ -76,8 +76,8 @@ def test_what_is_saved_is_told_apart_by_each_array(run_dir, monkeypatch):
         if x.size:
             other = x.copy()
             other.flat[0] += 1
-            changed = {**found, name: other}
-            monkeypatch.setattr(jobs, "arrays", lambda _, changed=changed: changed)
+            spoilt = {**found, name: other}
+            monkeypatch.setattr(jobs, "arrays", lambda _, spoilt=spoilt: spoilt)
             assert saved(run_dir)[1] != digest, name
     monkeypatch.setattr(jobs, "arrays", lambda _: found)
     assert saved(run_dir) == (2, digest)

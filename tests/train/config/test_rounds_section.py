@@ -1,6 +1,5 @@
 """Rounds in the trainer: one result alone, on a mesh, as seeds and in a thread."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 from decentjax.analysis import traffic
 from decentjax.topology import complete
 from tests import line, rounds_line
+from tests.configs import changed
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,
@@ -29,7 +29,7 @@ from train.study.seeds import train_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-NOISY = dataclasses.replace(
+NOISY = changed(
     line.NOISY,
     name="rounds",
     task=rounds_line.config.task,
@@ -57,7 +57,7 @@ MORE = {
     ),
     "muloco": (
         METHODS["diloco"],
-        {"optimizer": dataclasses.replace(NOISY.optimizer, name="muon")},
+        {"optimizer": changed(NOISY.optimizer, name="muon")},
     ),
     "choco": (
         RoundsConfig(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
@@ -73,11 +73,9 @@ MORE = {
 
 
 def config_of(method, **changes):
-    step = dataclasses.replace(NOISY.step, algorithm="rounds")
+    step = changed(NOISY.step, algorithm="rounds")
     rounds, others = MORE.get(method) or (METHODS[method], {})
-    return dataclasses.replace(
-        NOISY, **{"step": step, "rounds": rounds, **others, **changes}
-    )
+    return changed(NOISY, **{"step": step, "rounds": rounds, **others, **changes})
 
 
 def params_of(state):
@@ -120,12 +118,12 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
     """Bit for bit, with what was on its way."""
     config = simulated = config_of(method)
     if where != "simulate":
-        config = dataclasses.replace(
+        config = changed(
             config,
             workers=WorkersConfig(num_workers=4, where="mesh"),
             exchange=kind_of("exchange", {"mesh": "in_step"}.get(where, where))(),
         )
-    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    train(changed(config, num_steps=11), tmp_path / "half")
     resumed = train(config, tmp_path / "half", Resume()).state
     whole = train(config, tmp_path / "whole").state
     jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
@@ -139,20 +137,20 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
 
 
 TRACKING = {
-    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "optimizer": changed(NOISY.optimizer, learning_rate=0.01),
     "step": StepConfig(algorithm="rounds"),
     "rounds": RoundsConfig(every_steps=1, delay=1, tracking=True),
 }
 LOCAL_TRACKING = {
-    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "optimizer": changed(NOISY.optimizer, learning_rate=0.01),
     "step": StepConfig(algorithm="rounds"),
     "rounds": RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True),
 }
-SGD = dataclasses.replace(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
-QG = {"optimizer": dataclasses.replace(SGD, name="qg_dsgdm")}
+SGD = changed(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
+QG = {"optimizer": changed(SGD, name="qg_dsgdm")}
 D2 = {
     "topology": TopologyConfig(name="ring", factor=0.5),
-    "optimizer": dataclasses.replace(SGD, name="exact_diffusion"),
+    "optimizer": changed(SGD, name="exact_diffusion"),
 }
 ATC = {"step": StepConfig(algorithm="atc")}
 ONES = {
@@ -182,9 +180,9 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
     in_thread = where == "background"
     workers = WorkersConfig(num_workers=4, where="mesh" if in_thread else where)
     exchange = kind_of("exchange", where if in_thread else "auto")()
-    config = dataclasses.replace(NOISY, **changes, workers=workers, exchange=exchange)
+    config = changed(NOISY, **changes, workers=workers, exchange=exchange)
     whole = train(config, tmp_path / "whole").state
-    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    train(changed(config, num_steps=11), tmp_path / "half")
     resumed = train(config, tmp_path / "half", Resume()).state
     jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
     rows = read_metrics(tmp_path / "whole")
@@ -264,7 +262,7 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
             {
                 "rounds": RoundsConfig(codec="int8"),
                 "topology": TopologyConfig(name="hierarchical"),
-                "workers": dataclasses.replace(NOISY.workers, workers_per_node=2),
+                "workers": changed(NOISY.workers, workers_per_node=2),
             },
             "a codec needs exchanges of single workers, got nodes of 2",
         ),
@@ -284,7 +282,7 @@ def test_where_rounds_cannot_be_is_refused(changes, words):
 
 
 def test_rounds_that_no_step_takes_are_refused(tmp_path):
-    config = dataclasses.replace(NOISY, rounds=RoundsConfig(every_steps=3))
+    config = changed(NOISY, rounds=RoundsConfig(every_steps=3))
     with pytest.raises(ValueError, match="the fields of rounds are for"):
         train(config, tmp_path)
 
@@ -322,7 +320,7 @@ PEERS = PeerExchange()
         ),
         (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (
-            D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
+            D2 | {"exchange": changed(PEERS, patience=None, way="swaps")},
             "set exchange.way to arrived, got swaps",
         ),
         (TRACKING | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
@@ -344,13 +342,13 @@ PEERS = PeerExchange()
 )
 def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(NOISY, **changes)
+        changed(NOISY, **changes)
 
 
 @pytest.mark.slow
 def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
     rounds = RoundsConfig(every_steps=10)
-    config = dataclasses.replace(config_of("local_sgd", rounds=rounds), num_steps=5)
+    config = changed(config_of("local_sgd", rounds=rounds), num_steps=5)
     train(config, tmp_path)
     assert "= 10 is more than num_steps = 5: the run has 0 rounds" in (
         capsys.readouterr().err
@@ -362,7 +360,7 @@ def test_more_fragments_than_leaves_are_refused_before_data_is_read(
 ):
     monkeypatch.setattr(start_run, "build_steps", None)
     rounds = RoundsConfig(every_steps=8, fragments=5)
-    config = dataclasses.replace(config_of("diloco"), rounds=rounds)
+    config = changed(config_of("diloco"), rounds=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,6 @@
 """Who gets which example, what takes an unreadable one's place, and reading ahead."""
 
 import collections
-import dataclasses
 import functools
 import multiprocessing
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 
 from configs.wagma import wagma_digits as wagma
 from tests import line
+from tests.configs import changed
 from train.config import DataConfig
 from train.data.batches import Unreadable, deal, feed, worker_steps
 from train.run.build import build_steps
@@ -297,7 +297,7 @@ def test_workers_pass_over_their_own_part():
 
 
 def test_a_config_deals_the_classes_of_its_task():
-    config = dataclasses.replace(wagma, data=DataConfig(skew=("dirichlet", 0.1)))
+    config = changed(wagma, data=DataConfig(skew=("dirichlet", 0.1)))
     workers = range(config.workers.num_workers)
     steps = build_steps(config, config.task.build(), workers)
     labels = np.concatenate([steps[t].arrays["label"] for t in range(30)], axis=1)
@@ -306,7 +306,7 @@ def test_a_config_deals_the_classes_of_its_task():
     even = build_steps(wagma, wagma.task.build(), workers)
     labels = np.concatenate([even[t].arrays["label"] for t in range(30)], axis=1)
     assert np.mean([len(set(row)) for row in labels.tolist()]) > 9
-    other = dataclasses.replace(line.config, data=config.data)
+    other = changed(line.config, data=config.data)
     with pytest.raises(ValueError, match=r"data.skew deals classes .* have none"):
         build_steps(other, other.task.build(), range(4))
     with pytest.raises(ValueError, match="positive concentration, got 0"):

@@ -1,6 +1,5 @@
 """Folders of images and Hugging Face datasets as tasks, of tiny data made here."""
 
-import dataclasses
 import functools
 import io
 import os
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.configs import changed
 from train.config import Config
 from train.data import images
 from train.data.batches import Unreadable, say_once
@@ -304,7 +304,7 @@ def images_of_hub(folder: Path, num_classes: int) -> HubImagesTask:
         image=datasets.Image(),
         label=datasets.ClassLabel(names=["blue", "red"]),
     )
-    net = dataclasses.replace(NET, num_classes=num_classes)
+    net = changed(NET, num_classes=num_classes)
     return HubImagesTask(data=data, model=net, size=8)
 
 
@@ -322,7 +322,7 @@ def test_a_model_knows_the_classes_of_its_folder(tmp_path):
 
 
 def folder_task(folder: Path, num_classes: int = 3) -> ImageFolderTask:
-    net = dataclasses.replace(NET, num_classes=num_classes)
+    net = changed(NET, num_classes=num_classes)
     return ImageFolderTask(data=str(folder), model=net, size=8)
 
 
@@ -485,7 +485,7 @@ def test_text_is_one_sequence_of_tokens(tokenizer, tmp_path):
     options = {}
     if tokenizer:
         vocabulary().save(tmp_path / "bpe.json")
-        model = dataclasses.replace(GPT, vocabulary=512)
+        model = changed(GPT, vocabulary=512)
         options = {"tokenizer": str(tmp_path / "bpe.json"), "model": model}
     made = text_task(str(tmp_path / "saved"), column="words", **options)
     task = build_task(made)

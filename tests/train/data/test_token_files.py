@@ -1,6 +1,5 @@
 """Text as tokens: nanoGPT's files, and how they are made."""
 
-import dataclasses
 import json
 import os
 import pickle
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.configs import changed
 from train.data import token_files as text_module
 from train.data.files import visible
 from train.data.token_files import (
@@ -271,7 +271,7 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     model = GPTConfig(vocabulary=300, context=8, num_layers=1, num_heads=2, width=8)
 
     def embedded(folder, vocabulary=300):
-        given = dataclasses.replace(model, vocabulary=vocabulary)
+        given = changed(model, vocabulary=vocabulary)
         task = build_task(TextTask(data=str(folder), model=given))
         params, _ = jax.eval_shape(task.init, jax.random.key(0))
         (rows,) = {x.shape[0] for x in jax.tree.leaves(params) if x.shape[0] > 100}
@@ -289,7 +289,7 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     # A run keeps what it has found, wherever it is read later.
     found = TextTask(data=str(files), model=model).resolved()
     assert (found.tokens, found.model.vocabulary) == ("bytes", 300)
-    moved = dataclasses.replace(found, data=str(tmp_path / "no"))
+    moved = changed(found, data=str(tmp_path / "no"))
     assert moved.resolved() == moved
     assert build_task(moved).headline.name == "bits_per_byte"
     assert is_prepared(tmp_path / "no")

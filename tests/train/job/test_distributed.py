@@ -1,7 +1,6 @@
 """Several processes as one run: their numbers, their end, their failures."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -21,6 +20,7 @@ from jax._src.distributed import global_state
 
 from tests import job_line, rounds_line, tiny_numbers
 from tests.checkout import ROOT
+from tests.configs import changed
 from tests.jobs import (
     CONFIG,
     LONG,
@@ -82,7 +82,7 @@ OPTIONS = {
 
 
 def configured(name: str):
-    return dataclasses.replace(LINE, **OPTIONS[name])
+    return changed(LINE, **OPTIONS[name])
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def runs(tmp_path_factory):
         config, run_dir = configured(name), folder / f"{name}_{processes}"
         if processes == 0:
             exchange = AutoExchange()
-            train(dataclasses.replace(config, exchange=exchange), run_dir)
+            train(changed(config, exchange=exchange), run_dir)
             return run_dir
         options = (
             f"--step.algorithm {config.step.algorithm} "
@@ -298,7 +298,7 @@ def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path)
     monkeypatch.setattr(
         "jax.experimental.multihost_utils.reached_preemption_sync_point", asked.append
     )
-    train(dataclasses.replace(LINE, num_steps=6), tmp_path)
+    train(changed(LINE, num_steps=6), tmp_path)
     assert (tmp_path / "checkpoints" / "5").is_dir()
     assert asked == []
 
@@ -613,7 +613,7 @@ def test_a_straggler_must_be_a_process_of_the_job(tmp_path):
     with pytest.raises(ValueError, match="has process 2, and there are 2"):
         check_processes(config, 2)
     with pytest.raises(ValueError, match="has process 2, and there are 1"):
-        train(dataclasses.replace(LINE, straggler=config), tmp_path)
+        train(changed(LINE, straggler=config), tmp_path)
 
 
 @pytest.mark.nightly

@@ -1,6 +1,5 @@
 """Runs whose workers have several devices: FSDP inside, exchanges between."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from decentjax import AXIS, worker_mesh
 from tests import slices, tiny
 from tests.checkout import ROOT
+from tests.configs import changed
 from tests.slices import config_of
 from train.advise import measure as measuring
 from train.cli.load import load_config
@@ -253,13 +253,13 @@ def test_preflight_sends_shards_between_nodes_and_the_rest_stays_inside():
     large = load_config(Path("gpt_7b")).task.model
     tiny_one = tiny.config.task.model
     sizes = "vocabulary", "context", "num_layers", "num_heads", "width"
-    model = dataclasses.replace(
+    model = changed(
         large,
         **{name: getattr(tiny_one, name) for name in sizes},
         num_kv_heads=1,
         hidden=48,
     )
-    task = dataclasses.replace(tiny.config.task, model=model)
+    task = changed(tiny.config.task, model=model)
     graph = TopologyConfig(name="one_peer_ring")
     config = config_of(2, topology=graph, task=task)
     preflight = prepare(config, "h100", nodes=2, devices_per_node=2)

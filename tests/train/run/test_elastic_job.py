@@ -1,7 +1,6 @@
 """Elastic runs by the program: workers that die, come, freeze and lose their quorum."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import line
+from tests.configs import changed
 from tests.jobs import RING, ended, started, wait_until
 from tests.machines import needs_root, small_disk
 from tests.run_folders import alive, last_step, process_id, used
@@ -263,7 +263,7 @@ def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
             "for 2 workers: ring_lattice",
         ),
         (
-            {"exchange": dataclasses.replace(ELASTIC, quorum=9)},
+            {"exchange": changed(ELASTIC, quorum=9)},
             "must be at most 8, the number of",
         ),
         ({"step": StepConfig(algorithm="rounds")}, "elastic needs step.algorithm = "),
@@ -274,7 +274,7 @@ def test_what_needs_all_workers_is_not_elastic(changes, words):
     workers = WorkersConfig(num_workers=8)
     own = {"topology": ring, "workers": workers, "exchange": ELASTIC, **changes}
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(line.config, **own)
+        changed(line.config, **own)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_places_that_do_not_fit_are_refused(options, words):
 
 
 def test_a_run_that_is_not_elastic_does_not_become_it(tmp_path):
-    config = dataclasses.replace(line.config, exchange=PeerExchange())
+    config = changed(line.config, exchange=PeerExchange())
     (tmp_path / "config.json").write_text(to_json(config))
     with pytest.raises(SystemExit, match="is no elastic run: leave out --elastic"):
         main(["--processes", "2", "--elastic", "--resume", str(tmp_path)])

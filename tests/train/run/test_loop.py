@@ -1,6 +1,5 @@
 """The program: real runs of a tiny model, in this process and in others."""
 
-import dataclasses
 import json
 import os
 import random
@@ -19,6 +18,7 @@ import pytest
 from decentjax import gossip, topology, worker_mesh
 from tests import job_line, tiny
 from tests.checkout import ROOT
+from tests.configs import changed
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs
@@ -121,15 +121,14 @@ def test_a_run_repeats_itself_bit_for_bit(finished, tmp_path):
 @pytest.mark.slow
 def test_another_seed_is_another_run(tmp_path):
     for seed in (0, 1):
-        train(dataclasses.replace(LINE, seed=seed), tmp_path / str(seed))
+        train(changed(LINE, seed=seed), tmp_path / str(seed))
     assert losses(tmp_path / "0") != losses(tmp_path / "1")
 
 
 @pytest.mark.slow
 def test_a_mesh_trains_as_the_simulation_does(tmp_path):
     for where in ("mesh", "simulate"):
-        workers = dataclasses.replace(LINE.workers, where=where)
-        train(dataclasses.replace(LINE, workers=workers), tmp_path / where)
+        train(changed(LINE, workers=dict(where=where)), tmp_path / where)
     mesh, simulated = (losses(tmp_path / where) for where in ("mesh", "simulate"))
     assert len(mesh) == 12
     np.testing.assert_allclose(mesh, simulated, rtol=1e-4)
@@ -138,8 +137,9 @@ def test_a_mesh_trains_as_the_simulation_does(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["atc", "all_reduce"])
 def test_every_algorithm_trains(algorithm, tmp_path):
-    step = dataclasses.replace(LINE.step, algorithm=algorithm, num_micro_batches=2)
-    config = dataclasses.replace(LINE, step=step, num_steps=4)
+    config = changed(
+        LINE, step=dict(algorithm=algorithm, num_micro_batches=2), num_steps=4
+    )
     outcome = train(config, tmp_path / algorithm)
     assert np.isfinite(losses(tmp_path / algorithm)).all()
     if algorithm == "all_reduce":
@@ -214,16 +214,14 @@ def saved_state(run_dir: Path):
 def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
     run_dir, outcome = finished
     copy = shutil.copytree(run_dir, tmp_path / "copy")
-    looks = dataclasses.replace(TINY.task, num_eval_windows=4, sample_prompt="if ")
-    config = dataclasses.replace(TINY, task=looks)
+    config = changed(TINY, task=dict(num_eval_windows=4, sample_prompt="if "))
     assert same(train(config, copy, Resume()).state, outcome.state)
     assert read_metrics(copy) == read_metrics(run_dir)
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
-    optimizer = dataclasses.replace(LINE.optimizer, learning_rate=1e30)
-    config = dataclasses.replace(LINE, optimizer=optimizer)
+    config = changed(LINE, optimizer=dict(learning_rate=1e30))
     with pytest.raises(FloatingPointError, match="is not finite at step"):
         train(config, tmp_path / "nan")
     assert not list((tmp_path / "nan" / "checkpoints").glob("[0-9]*"))
@@ -249,7 +247,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
 )
 def test_an_impossible_config_is_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **{field: value})
+        changed(TINY, **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -491,12 +489,12 @@ def test_the_first_step_of_the_quickstart_is_golden():
 @pytest.mark.parametrize("where", ["mesh", "simulate"])
 def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, capsys):
     dump = tmp_path / "dump"  # Where XLA writes what is compiled with the option.
-    config = dataclasses.replace(
+    config = changed(
         LINE,
         num_steps=3,
-        workers=dataclasses.replace(LINE.workers, where=where),
+        workers=dict(where=where),
         topology=TopologyConfig(name="complete"),
-        step=dataclasses.replace(LINE.step, xla_options=(f"xla_dump_to={dump}",)),
+        step=dict(xla_options=(f"xla_dump_to={dump}",)),
     )
     assert train(config, tmp_path / "run").step == 3
     on_mesh = where == "mesh"
@@ -518,9 +516,7 @@ def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, 
     ],
 )
 def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason):
-    config = dataclasses.replace(
-        TINY, step=dataclasses.replace(TINY.step, xla_options=(option,))
-    )
+    config = changed(TINY, step=dict(xla_options=(option,)))
     if not reason:
         assert step_options(config, mesh=None) == {}
         return
@@ -531,10 +527,8 @@ def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason
 def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
     made = {}
     monkeypatch.setattr(gossip, "Background", lambda *args, **named: made.update(named))
-    config = dataclasses.replace(
-        TINY,
-        exchange=BackgroundExchange(),
-        step=dataclasses.replace(TINY.step, message_dtype="bfloat16"),
+    config = changed(
+        TINY, exchange=BackgroundExchange(), step=dict(message_dtype="bfloat16")
     )
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     build_train_step(config, config.task.build(), optimizer, worker_mesh(4))
@@ -545,9 +539,9 @@ def test_a_background_exchange_takes_no_options_of_xla():
     mesh = worker_mesh(4)
     option = "xla_embed_ir_in_executable"
     for where, options in [("in_step", {option: "True"}), ("background", {})]:
-        config = dataclasses.replace(
+        config = changed(
             TINY,
             exchange=kind_of("exchange", where)(),
-            step=dataclasses.replace(TINY.step, xla_options=(f"{option}=True",)),
+            step=dict(xla_options=(f"{option}=True",)),
         )
         assert step_options(config, mesh) == options

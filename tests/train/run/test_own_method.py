@@ -1,6 +1,5 @@
 """Own methods and graphs: trained, resumed and compared from a file of the user."""
 
-import dataclasses
 import json
 import re
 import sys
@@ -12,6 +11,7 @@ import pytest
 
 from decentjax import GradientMean, Rounds, topology
 from tests import line
+from tests.configs import changed
 from tests.guide_method import OWN_METHOD
 from train.__main__ import main
 from train.advise.rounds_advice import compare_rounds
@@ -133,7 +133,7 @@ def test_a_method_of_a_file_trains_and_resumes_bit_for_bit(own, capsys):
         main(again)
     main([*again, "--trust", "own.py"])
     place = find_own("own.py:choco_momentum", ["own.py"], "method")
-    config = dataclasses.replace(with_own(*given, "--num-steps", "6"), method=place)
+    config = changed(with_own(*given, "--num-steps", "6"), method=place)
     assert_equal(params_of(config, "run", Resume()), whole)
     with pytest.raises(ValueError, match=r"run's method is own.py:choco_momentum"):
         write_report([Path("run")], Path("page.html"))
@@ -181,16 +181,14 @@ def test_methods_are_compared_and_cells_of_a_grid(own, capsys):
 def test_a_method_is_a_row_of_the_advice(own):
     config = with_own("--method", "own.py:choco_momentum")
     asked = Flags(nodes=4, between="1gbit", compute="50ms", params="1M").setting()
-    setting = dataclasses.replace(asked, method=config.method)
+    setting = changed(asked, method=config.method)
     *_, row = compare_rounds(setting, (4,), ("none",), 0.1, num_steps=8, seed=0)
     assert (row.name, row.every_steps) == ("own.py:choco_momentum", 1)
     assert row.flags == "--method own.py:choco_momentum"
     # Of x and y 30 %, a number and its place of 2 bytes, to two neighbours.
     assert row.worker_bytes == pytest.approx(2 * 2 * 0.3 * 6 * 1e6, rel=0.01)
     mean = with_own("--method", "own.py:mean").method
-    rows = compare_rounds(
-        dataclasses.replace(asked, method=mean), (4,), ("none",), 0.1, 8, 0
-    )
+    rows = compare_rounds(changed(asked, method=mean), (4,), ("none",), 0.1, 8, 0)
     assert all(":" not in row.name for row in rows)
 
 
@@ -288,6 +286,6 @@ def test_a_method_in_a_config_file_is_the_same(own):
     with pytest.raises(
         ValueError, match=r"is a whole algorithm: leave step\.algorithm"
     ):
-        dataclasses.replace(config, step=StepConfig(algorithm="rounds"))
-    more = dataclasses.replace(config, workers=WorkersConfig(num_workers=5))
+        changed(config, step=StepConfig(algorithm="rounds"))
+    more = changed(config, workers=WorkersConfig(num_workers=5))
     assert build_method(more).plan.num_workers == 5

@@ -1,6 +1,5 @@
 """Training as processes that wait for nobody: real processes, signals and sockets."""
 
-import dataclasses
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import pytest
 from decentjax import WorkerState
 from tests import job_line, line, tiny
 from tests.checkout import ENV, ROOT
+from tests.configs import changed
 from tests.ipv6 import has_ipv6
 from tests.jobs import (
     LONG,
@@ -89,7 +89,7 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     for number in (0, 1):
         assert f"[{number}] all 12 steps are done and saved" in output
     ring = TopologyConfig(name="ring")
-    config = dataclasses.replace(job_line.config, topology=ring)
+    config = changed(job_line.config, topology=ring)
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0) + used(run_dir, 1)
     # Each of four workers takes the models of two, each of the step itself.
@@ -100,7 +100,7 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
 
 
 DILOCO = RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift")
-INT8 = dataclasses.replace(DILOCO, codec="int8")
+INT8 = changed(DILOCO, codec="int8")
 
 
 @pytest.mark.slow
@@ -122,10 +122,10 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
     run_dir = tmp_path / "line"
     with launch(2, run_dir, *options) as job:
         ended(job)
-    config = dataclasses.replace(
+    config = changed(
         job_line.config,
         topology=TopologyConfig(name=graph),
-        step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
+        step=dict(algorithm="rounds"),
         rounds=rounds,
     )
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
@@ -170,7 +170,7 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
 def test_an_elastic_run_is_not_repeated():
     ring = TopologyConfig(name="ring")
     elastic = PeerExchange(elastic=True)
-    config = dataclasses.replace(line.config, topology=ring, exchange=elastic)
+    config = changed(line.config, topology=ring, exchange=elastic)
     with pytest.raises(ValueError, match="an elastic run is not repeated: its recor"):
         repeat(config, config.task.build(), [], lambda *_: None)
 
@@ -217,7 +217,7 @@ def test_an_evaluation_has_the_workers_of_all_processes(
     tmp_path, capsys, quick_compile
 ):
     """Which need not be at one step."""
-    own = dataclasses.replace(tiny.config, workers=line.config.workers)
+    own = changed(tiny.config, workers=line.config.workers)
     for number, num_steps in ((0, 4), (1, 5)):
         config = as_process(number, 2, own, num_steps=num_steps)
         outcome = train(config, tmp_path)
@@ -543,14 +543,14 @@ def test_stopped_peers_end_as_any_job():
 
 @pytest.mark.slow
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
-    task = dataclasses.replace(line.config.task, poison_step=3, poison_worker=1)
+    task = changed(line.config.task, poison_step=3, poison_worker=1)
     rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
     with pytest.raises(
         FloatingPointError,
         match=r"gradient of worker 3 is not finite .* from its own checkpoint$",
     ):
         train(as_process(1, 2, task=task, **rounds), tmp_path)
-    checkpoint = dataclasses.replace(line.config.checkpoint, every_steps=1)
+    checkpoint = changed(line.config.checkpoint, every_steps=1)
     config = as_process(1, 2, task=Growing(), checkpoint=checkpoint)
     with pytest.raises(
         FloatingPointError,
@@ -647,9 +647,7 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
                 "step": StepConfig(algorithm="atc"),
                 "exchange": GroupExchange(),
                 "topology": TopologyConfig(name="butterfly_groups", mean_every=4),
-                "optimizer": dataclasses.replace(
-                    line.config.optimizer, name="exact_diffusion"
-                ),
+                "optimizer": changed(line.config.optimizer, name="exact_diffusion"),
             },
             r"got with_mean_every\(butterfly_groups, 4\), which has \d+ exchanges",
         ),
@@ -682,7 +680,7 @@ def test_peers_are_several_processes(tmp_path):
         train(config, tmp_path)
     with pytest.raises(ValueError, match="4 workers cannot be dealt out evenly to 3"):
         train(as_process(0, 3), tmp_path)
-    one = dataclasses.replace(as_process(0, 2).exchange, addresses=("127.0.0.1:1",))
+    one = changed(as_process(0, 2).exchange, addresses=("127.0.0.1:1",))
     with pytest.raises(ValueError, match="one for each of 2 processes, got 1"):
         train(as_process(0, 2, exchange=one), tmp_path)
     straggler = StragglerConfig(kind="fixed", who=(2,))
@@ -691,7 +689,7 @@ def test_peers_are_several_processes(tmp_path):
 
 
 def test_a_run_of_another_kind_keeps_its_folder(tmp_path):
-    train(dataclasses.replace(line.config, num_steps=2), tmp_path)
+    train(changed(line.config, num_steps=2), tmp_path)
     with pytest.raises(ValueError, match="holds a run without peers: choose another"):
         train(as_process(0, 2), tmp_path)
 
@@ -711,9 +709,8 @@ def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
     straggler = StragglerConfig(kind="fixed", who=(1,), seconds=0.01)
     for number, late in ((0, False), (1, True)):
         config = as_process(number, 2, num_steps=5, straggler=straggler)
-        log = dataclasses.replace(config.log, timeline=True)
         run_dir = tmp_path / str(number)
-        train(dataclasses.replace(config, log=log), run_dir)
+        train(changed(config, log=dict(timeline=True)), run_dir)
         path = run_dir / f"process-{number}" / f"timeline.{number}.jsonl"
         spans = [json.loads(text) for text in path.read_text().splitlines()]
         assert sum(span[1] == "delay" for span in spans) == 5 * late

@@ -1,7 +1,6 @@
 """Runs in rounds that end without late workers: who is slow, dies and comes back."""
 
 import collections
-import dataclasses
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import line
+from tests.configs import changed
 from tests.jobs import ended, rounds_command, started, wait_until
 from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields
@@ -146,7 +146,7 @@ def as_quorum(**changes):
         "workers": WorkersConfig(num_workers=4),
         "exchange": QuorumExchange(),
     }
-    return dataclasses.replace(line.config, **{**own, **changes})
+    return changed(line.config, **{**own, **changes})
 
 
 def test_more_than_half_of_all_are_a_quorum_by_default():

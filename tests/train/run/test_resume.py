@@ -1,7 +1,6 @@
 """How runs begin and go on: what is saved, what is refused, what is recorded."""
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -21,6 +20,7 @@ import pytest
 from decentjax import WorkerState
 from decentjax.optim import ScaleByAccumAdamState
 from tests import job_line, line
+from tests.configs import changed
 from tests.line import Growing
 from tests.saving import state_of
 from train.__main__ import main
@@ -69,7 +69,7 @@ def saved(run_dir: Path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "line"
-    train(dataclasses.replace(LINE, num_steps=20), run_dir)
+    train(changed(LINE, num_steps=20), run_dir)
     return run_dir
 
 
@@ -80,22 +80,24 @@ def run_dir(finished, tmp_path):
 
 def poisoned(poison: str, worker: int = 2, at: int = 9, **fields):
     task = line.Line(poison=poison, poison_step=at, poison_worker=worker)
-    return dataclasses.replace(LINE, task=task, **fields)
+    return changed(LINE, task=task, **fields)
 
 
 def test_changes_hold_together():
     """Whole models in nodes have no codec: neither change fits alone."""
-    nodes = dataclasses.replace(LINE.workers, workers_per_node=2)
-    ring = dataclasses.replace(LINE.topology, name="alternating_exponential_ring")
-    config = dataclasses.replace(LINE, workers=nodes, topology=ring)
+    config = changed(
+        LINE,
+        workers=dict(workers_per_node=2),
+        topology=dict(name="alternating_exponential_ring"),
+    )
     changes = ["step.algorithm=rounds", "rounds.codec=int8", "topology.name=ring"]
-    changed, _ = with_changes(config, changes)
-    assert (changed.rounds.codec, changed.topology.name) == ("int8", "ring")
+    found, _ = with_changes(config, changes)
+    assert (found.rounds.codec, found.topology.name) == ("int8", "ring")
 
 
 def test_a_flag_is_changed_by_its_value():
-    changed, fields = with_changes(LINE, ("log.timeline=True",))
-    assert changed.log.timeline
+    found, fields = with_changes(LINE, ("log.timeline=True",))
+    assert found.log.timeline
     assert fields == ("log.timeline",)
 
 
@@ -104,8 +106,7 @@ def rates(num_steps):
 
 
 def test_a_rate_that_changes_nothing_is_refused():
-    optimizer = dataclasses.replace(LINE.optimizer, schedule=rates)
-    config = dataclasses.replace(LINE, optimizer=optimizer)
+    config = changed(LINE, optimizer=dict(schedule=rates))
     with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
         with_changes(config, ("optimizer.learning-rate=0.5",))
     with pytest.raises(
@@ -119,7 +120,7 @@ def test_a_rate_that_changes_nothing_is_refused():
 )
 def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
     """Though the next look at a number is at step 20, and the next save at 10."""
-    log = dataclasses.replace(LINE.log, every_steps=20)
+    log = changed(LINE.log, every_steps=20)
     message = (
         rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume from step "
         r"5, which is finite: decentjax resume .* "
@@ -132,26 +133,26 @@ def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
 
 
 def test_on_a_mesh_the_worker_is_named_too(tmp_path):
-    workers = dataclasses.replace(LINE.workers, where="mesh")
+    workers = changed(LINE.workers, where="mesh")
     with pytest.raises(FloatingPointError, match="of worker 3 is not finite at step 2"):
         train(poisoned("gradient", 3, 2, workers=workers), tmp_path)
 
 
 def test_all_reduce_spreads_what_is_not_finite_at_once(tmp_path):
-    step = dataclasses.replace(LINE.step, algorithm="all_reduce")
+    step = changed(LINE.step, algorithm="all_reduce")
     message = "of workers 0, 1, 2, 3 is not finite at step 9.* nothing has been saved"
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=100)
+    checkpoint = changed(LINE.checkpoint, every_steps=100)
     with pytest.raises(FloatingPointError, match=message):
         train(poisoned("loss", step=step, checkpoint=checkpoint), tmp_path)
 
 
 def test_a_state_that_overflows_is_not_saved(tmp_path):
     """Each gradient is finite, but not what an update of 1e38 comes to."""
-    optimizer = dataclasses.replace(
-        LINE.optimizer, learning_rate=2e38, final_learning_rate=2e38
+    config = changed(
+        LINE,
+        optimizer=dict(learning_rate=2e38, final_learning_rate=2e38),
+        checkpoint=dict(every_steps=1),
     )
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
-    config = dataclasses.replace(LINE, optimizer=optimizer, checkpoint=checkpoint)
     with pytest.raises(FloatingPointError, match="worker"):
         train(config, tmp_path)
     models = [saved(tmp_path)] if steps(tmp_path) else []
@@ -159,8 +160,7 @@ def test_a_state_that_overflows_is_not_saved(tmp_path):
 
 
 def test_a_state_of_finite_gradients_may_not_be_finite(tmp_path):
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
-    config = dataclasses.replace(LINE, task=Growing(), checkpoint=checkpoint)
+    config = changed(LINE, task=Growing(), checkpoint=dict(every_steps=1))
     message = "state of workers 0, 1, 2, 3 is not finite after step 3, in model_state"
     with pytest.raises(FloatingPointError, match=message):
         train(config, tmp_path)
@@ -197,8 +197,9 @@ class Skipping(line.Line):
 
 
 def test_what_was_skipped_is_in_the_next_row_alone(tmp_path):
-    log = dataclasses.replace(LINE.log, every_steps=2)
-    train(dataclasses.replace(LINE, task=Skipping(), num_steps=8, log=log), tmp_path)
+    train(
+        changed(LINE, task=Skipping(), num_steps=8, log=dict(every_steps=2)), tmp_path
+    )
     rows = [row["skipped_examples"] for row in read_metrics(tmp_path) if "loss" in row]
     assert rows == [0, 1, 0, 0, 0]  # After 2, 4, 5, 6 and 8 steps.
 
@@ -211,9 +212,8 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
             raise error
 
     monkeypatch.setattr(ocp.AsyncCheckpointer, "check_for_errors", check_for_errors)
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1000)
     with pytest.raises(SaveError, match="no space left on device"):
-        train(dataclasses.replace(LINE, checkpoint=checkpoint), tmp_path)
+        train(changed(LINE, checkpoint=dict(every_steps=1000)), tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
@@ -242,7 +242,7 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         profile=lambda step, state: None,
         first=0,
     )
-    config = dataclasses.replace(LINE, num_steps=1)
+    config = changed(LINE, num_steps=1)
     assert run_steps(config, Begin(0, state, None), parts) == (1, state)
     # The last step is settled once more, to measure the consensus distance.
     order = "count step settle measure settle check flush write_rows save evaluate"
@@ -250,10 +250,11 @@ def test_what_is_saved_is_settled_checked_and_written_down():
 
 
 def test_what_is_evaluated_is_saved_before(tmp_path):
-    evaluation = dataclasses.replace(LINE.evaluation, every_steps=7)
-    task = dataclasses.replace(LINE.task, eval_fails=True)
     with pytest.raises(ZeroDivisionError):
-        train(dataclasses.replace(LINE, task=task, evaluation=evaluation), tmp_path)
+        train(
+            changed(LINE, task=dict(eval_fails=True), evaluation=dict(every_steps=7)),
+            tmp_path,
+        )
     assert steps(tmp_path) == [5, 7]
 
 
@@ -290,8 +291,7 @@ def test_what_is_removed_while_it_trains_is_made_anew(
     run_dir = tmp_path / "run"
     monkeypatch.setenv("RUN_DIR", str(run_dir))
     monkeypatch.setattr(sys.modules[__name__], "REMOVED", removed)
-    log = dataclasses.replace(LINE.log, every_steps=1)
-    config = dataclasses.replace(LINE, on_step=removes, log=log, num_steps=20)
+    config = changed(LINE, on_step=removes, log=dict(every_steps=1), num_steps=20)
     outcome = train(config, run_dir)
     anew = "was removed while the run trains, and is created again\n"
     warned = capsys.readouterr().err
@@ -318,7 +318,7 @@ def test_a_last_checkpoint_that_is_removed_is_saved_again(tmp_path, monkeypatch)
     monkeypatch.setattr(
         sys.modules[__name__], "REMOVED", {"evaluated": "checkpoints/20"}
     )
-    config = dataclasses.replace(LINE, on_evaluation=removes_all, num_steps=20)
+    config = changed(LINE, on_evaluation=removes_all, num_steps=20)
     train(config, tmp_path)
     assert steps(tmp_path) == [15, 20]
 
@@ -369,12 +369,10 @@ def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     """It may train for longer; then it is what a run from a checkpoint would be."""
-    config = dataclasses.replace(
-        saved_config(run_dir, None, ["tests.line"]), num_steps=30
-    )
+    config = changed(saved_config(run_dir, None, ["tests.line"]), num_steps=30)
     assert train(config, run_dir, Resume()).step == 30
-    changed = [row for row in read_metrics(run_dir) if "changed" in row]
-    assert [(row["step"], row["changed"]) for row in changed] == [
+    rows = [row for row in read_metrics(run_dir) if "changed" in row]
+    assert [(row["step"], row["changed"]) for row in rows] == [
         (20, ["num_steps was 20 and is 30"])
     ]
     assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
@@ -389,18 +387,16 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     ("config", "message"),
     [
         (
-            dataclasses.replace(LINE, seed=3),
+            changed(LINE, seed=3),
             "seed was 0 and is 3; .* give decentjax resume --seed 3$",
         ),
         (
-            dataclasses.replace(LINE, topology=TopologyConfig(name="complete")),
+            changed(LINE, topology=TopologyConfig(name="complete")),
             "topology.name was '.*' and is 'complete'; .* --topology.name complete",
         ),
-        (dataclasses.replace(LINE, num_steps=15), "has done 20 steps, more than"),
+        (changed(LINE, num_steps=15), "has done 20 steps, more than"),
         (
-            dataclasses.replace(
-                LINE, workers=dataclasses.replace(LINE.workers, num_workers=8)
-            ),
+            changed(LINE, workers=dict(num_workers=8)),
             "workers.num_workers was 4 and is 8",
         ),
     ],
@@ -435,8 +431,7 @@ def rows_of(state):
 @pytest.mark.parametrize("how", ["mean", "repeat", "select"])
 def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_dir):
     before = rows_of(train(LINE, run_dir, Resume()).state)
-    workers = dataclasses.replace(LINE.workers, num_workers=num_workers)
-    config = dataclasses.replace(LINE, workers=workers)
+    config = changed(LINE, workers=dict(num_workers=num_workers))
     resume = Resume(workers=how)
     if how == "select" and num_workers > 4:
         with pytest.raises(ValueError, match="the first of 4 workers, and there are 7"):
@@ -450,7 +445,7 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
             mean = x.astype(np.float64).mean(0).astype(x.dtype)
             wanted = np.stack([mean] * num_workers)
         np.testing.assert_allclose(y, wanted, rtol=1e-6)
-    longer = dataclasses.replace(config, num_steps=30)
+    longer = changed(config, num_steps=30)
     assert train(longer, run_dir, resume).step == 30
     row = next(row for row in read_metrics(run_dir) if "changed" in row)
     assert f"workers.num_workers was 4 and is {num_workers}" in row["changed"]
@@ -458,14 +453,14 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
 
 @pytest.mark.slow
 def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
-    config = dataclasses.replace(
+    config = changed(
         LINE,
-        step=dataclasses.replace(LINE.step, algorithm="rounds"),
+        step=dict(algorithm="rounds"),
         rounds=RoundsConfig(every_steps=1, delay=1, tracking=True),
     )
     before = train(config, tmp_path).state
-    workers = dataclasses.replace(LINE.workers, num_workers=3)
-    config = dataclasses.replace(config, workers=workers)
+    workers = changed(LINE.workers, num_workers=3)
+    config = changed(config, workers=workers)
     for how in ("repeat", "select"):
         with pytest.raises(
             ValueError, match=f"{how} would drop or repeat .* take mean"
@@ -479,35 +474,35 @@ def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_a_mesh_takes_another_number_of_workers(run_dir, tmp_path):
-    workers = dataclasses.replace(LINE.workers, num_workers=8)
-    config = dataclasses.replace(LINE, workers=workers, num_steps=30)
+    workers = changed(LINE.workers, num_workers=8)
+    config = changed(LINE, workers=workers, num_steps=30)
     other = shutil.copytree(run_dir, tmp_path / "other")
     wanted = train(config, run_dir, Resume(workers="repeat")).state
-    on_mesh = dataclasses.replace(workers, where="mesh")
-    config = dataclasses.replace(config, workers=on_mesh)
+    on_mesh = changed(workers, where="mesh")
+    config = changed(config, workers=on_mesh)
     found = train(config, other, Resume(workers="repeat")).state
     for x, y in zip(rows_of(found), rows_of(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
 def test_a_shorter_run_is_another_one(run_dir):
-    shorter = dataclasses.replace(LINE, num_steps=17)
+    shorter = changed(LINE, num_steps=17)
     with pytest.raises(ValueError, match="other settings: num_steps was 20 and is 17"):
         train(shorter, run_dir, Resume(step=15))
 
 
 @pytest.mark.slow
 def test_a_change_that_is_named_is_made_and_recorded(run_dir):
-    longer = dataclasses.replace(LINE, num_steps=25)
+    longer = changed(LINE, num_steps=25)
     config, fields = with_changes(longer, ["optimizer.learning-rate=0.05"])
     assert fields == ("optimizer.learning_rate",)
     assert config.optimizer.learning_rate == 0.05
     assert train(config, run_dir, Resume(changes=fields)).step == 25
     (row,) = (row for row in read_metrics(run_dir) if "changed" in row)
-    changed = "optimizer.learning_rate was 0.1 and is 0.05"
-    assert changed in row["changed"]
+    words = "optimizer.learning_rate was 0.1 and is 0.05"
+    assert words in row["changed"]
     page = write_report([run_dir], run_dir / "report.html").read_text()
-    assert f"; num_steps was 20 and is 25; {changed}" in page
+    assert f"; num_steps was 20 and is 25; {words}" in page
 
 
 def cosine(step, num_steps, peak=0.1, final=1e-4):
@@ -532,7 +527,7 @@ def cosine(step, num_steps, peak=0.1, final=1e-4):
 )
 def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys):
     """By its schedules, whatever the option; the log and the report have it too."""
-    longer = dataclasses.replace(LINE, num_steps=num_steps)
+    longer = changed(LINE, num_steps=num_steps)
     config, fields = with_changes(longer, changes)
     train(config, run_dir, Resume(changes=fields))
     said = capsys.readouterr().err
@@ -556,7 +551,7 @@ def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys
 def test_a_run_may_go_on_with_other_windows_of_its_moments(tmp_path):
     """Its moments keep their age, six full windows of three steps."""
     accum = OptimizerConfig(name="accum_adam", accum_steps=3, warmup_steps=0)
-    config = dataclasses.replace(LINE, num_steps=20, optimizer=accum)
+    config = changed(LINE, num_steps=20, optimizer=accum)
     before = train(config, tmp_path).state.opt_state
     config, fields = with_changes(config, ["optimizer.accum-steps=8"])
     after = train(config, tmp_path, Resume(changes=fields)).state.opt_state
@@ -577,17 +572,17 @@ def test_a_rate_within_a_run_may_jump():
     """One that falls by its schedule does not jump, nor one that is left as it was."""
     falls = OptimizerConfig(decay="steps", decay_steps=(60,), warmup_steps=5)
     assert rates_at((falls, 100), (falls, 200), 60) is None
-    sooner = dataclasses.replace(falls, decay_steps=(50,))
+    sooner = changed(falls, decay_steps=(50,))
     assert rates_at((falls, 100), (sooner, 100), 60) is None  # As it would have been.
-    later = dataclasses.replace(falls, decay_steps=(70,))
+    later = changed(falls, decay_steps=(70,))
     assert rates_at((falls, 100), (later, 100), 60) is None  # As it was.
     last, now = rates_at((falls, 100), (sooner, 100), 55) or (0, 0)
     assert (last, now) == pytest.approx((1e-3, 1e-4))
-    own = dataclasses.replace(falls, schedule=rising)
+    own = changed(falls, schedule=rising)
     assert rates_at((own, 100), (own, 120), 50) is None
     last, now = rates_at((own, 100), (own, 200), 50) or (0, 0)
     assert (last, now) == pytest.approx((0.49, 0.25))
-    zero = dataclasses.replace(falls, learning_rate=0.0)
+    zero = changed(falls, learning_rate=0.0)
     assert rates_at((zero, 100), (zero, 200), 60) is None
 
 
@@ -681,7 +676,7 @@ def jax_option(name, value):
 
 @pytest.mark.slow
 def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
-    longer = dataclasses.replace(LINE, num_steps=22)
+    longer = changed(LINE, num_steps=22)
     words = (
         r"of step 20 of .* cannot be used: its random keys, key, are of the kind {}, "
         r"and those of this process of the kind {}: set JAX_DEFAULT_PRNG_IMPL={}; "
@@ -696,10 +691,10 @@ def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
 
 @pytest.mark.slow
 def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
-    config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
+    config = changed(LINE, task=Keyed(), num_steps=5)
     with jax_option("jax_default_prng_impl", "unsafe_rbg"):
         train(config, tmp_path)
-    longer = dataclasses.replace(config, num_steps=6)
+    longer = changed(config, num_steps=6)
     words = "kind unsafe_rbg, .* threefry2x32: set JAX_DEFAULT_PRNG_IMPL=unsafe_rbg"
     with pytest.raises(ValueError, match=words):
         train(longer, tmp_path, Resume())
@@ -714,7 +709,7 @@ def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["mean", "repeat"])
 def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path):
-    config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
+    config = changed(LINE, task=Keyed(), num_steps=5)
     last = train(config, tmp_path).state.model_state["keys"]
     read = read_trained(tmp_path, trust=["test_resume"])
     scores = build_score(read.task)([read.mean(), read.worker(3)])
@@ -725,8 +720,8 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
     np.testing.assert_array_equal(
         arrays["model_state.keys"], jax.random.key_data(last[3])
     )
-    workers = dataclasses.replace(LINE.workers, num_workers=7)
-    wider = dataclasses.replace(config, workers=workers, num_steps=6)
+    workers = changed(LINE.workers, num_workers=7)
+    wider = changed(config, workers=workers, num_steps=6)
     keys = train(wider, tmp_path, Resume(workers=how)).state.model_state["keys"]
     assert keys.shape == (7, 2)
     assert len(set(map(str, jax.random.key_data(keys.ravel())))) == 14
@@ -735,10 +730,10 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is taken for a random key")
 def test_old_keys_of_a_model_state_are_new_for_other_workers(tmp_path):
-    config = dataclasses.replace(LINE, task=OldKeyed(), num_steps=5)
+    config = changed(LINE, task=OldKeyed(), num_steps=5)
     train(config, tmp_path)
-    workers = dataclasses.replace(LINE.workers, num_workers=7)
-    wider = dataclasses.replace(config, workers=workers, num_steps=6)
+    workers = changed(LINE.workers, num_workers=7)
+    wider = changed(config, workers=workers, num_steps=6)
     state = train(wider, tmp_path, Resume(workers="mean")).state.model_state
     assert len(np.unique(state["dropout_rng"], axis=0)) == 7
     np.testing.assert_array_equal(state["seen"], [[5, 0]] * 7)
@@ -774,10 +769,9 @@ def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [None, "mean"])
 def test_a_state_of_another_model_is_refused_by_name(how, tmp_path):
-    train(dataclasses.replace(LINE, task=Keyed(), num_steps=5), tmp_path)
+    train(changed(LINE, task=Keyed(), num_steps=5), tmp_path)
     count = 4 if how is None else 3
-    workers = dataclasses.replace(LINE.workers, num_workers=count)
-    wide = dataclasses.replace(LINE, task=Wide(), workers=workers)
+    wide = changed(LINE, task=Wide(), workers=dict(num_workers=count))
     resume = Resume(changes=("task.kind",), workers=how)
     words = r"its params.w has the shape \(4,\), wanted \(4, 3\); it is of another mod"
     with pytest.raises(ValueError, match=words):
@@ -830,7 +824,7 @@ def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
     with Checkpoints(run_dir, 3) as checkpoints:
         checkpoints.save(25, spoilt, LINE)
     assert steps(run_dir) == [15, 20, 25]
-    config = dataclasses.replace(LINE, num_steps=30)
+    config = changed(LINE, num_steps=30)
     with pytest.raises(ValueError, match=r"after step 25, in .*; steps \[25\] are"):
         train(config, run_dir, Resume(step=25))
     assert train(config, run_dir, Resume()).step == 30
@@ -855,7 +849,7 @@ def test_strays_are_no_checkpoints(run_dir, capsys):
     (folder / "100").mkdir()
     (folder / "notes.txt").write_text("")
     assert steps(run_dir) == [15, 20]
-    config = dataclasses.replace(LINE, num_steps=30)
+    config = changed(LINE, num_steps=30)
     assert train(config, run_dir, Resume()).step == 30
     assert steps(run_dir) == [25, 30]
     warned = capsys.readouterr().err
@@ -888,18 +882,13 @@ def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
-    config = dataclasses.replace(job_line.config, num_steps=3)
+    config = changed(job_line.config, num_steps=3)
     train(config, tmp_path / "first")
     mean = read_trained(tmp_path / "first", trust=["tests.job_line"]).mean()[0]
-    wide = dataclasses.replace(
+    wide = changed(
         config,
-        workers=dataclasses.replace(config.workers, num_workers=2, workers_per_node=1),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            learning_rate=0.0,
-            final_learning_rate=0.0,
-            weight_decay=0.0,
-        ),
+        workers=dict(num_workers=2, workers_per_node=1),
+        optimizer=dict(learning_rate=0.0, final_learning_rate=0.0, weight_decay=0.0),
     )
     outcome = train(wide, tmp_path / "second", init_from=tmp_path / "first")
     for got, wanted in zip(
@@ -910,7 +899,7 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
     (row,) = (r for r in read_metrics(tmp_path / "second") if "init_from" in r)
     assert (row["step"], row["init_step"]) == (0, 3)
 
-    grown = dataclasses.replace(config, task=Growing())
+    grown = changed(config, task=Growing())
     first = tmp_path / "first"
     with pytest.raises(ValueError, match="the model to start from does not fit"):
         train(grown, tmp_path / "third", init_from=first, trust=["tests.job_line"])
@@ -939,7 +928,7 @@ def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
     path.write_text("\n".join([*rows, '{"step": 21, "lo']))
     assert len(read_metrics(run_dir)) == len(rows) - 2
     assert "left out 2 broken row(s), in line 4, 8" in capsys.readouterr().err
-    train(dataclasses.replace(LINE, num_steps=22), run_dir, Resume())
+    train(changed(LINE, num_steps=22), run_dir, Resume())
     trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
     assert trained == [1, 2, 3, 5, 6, 7, *range(9, 23)]
 
@@ -956,5 +945,5 @@ def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypat
     with pytest.raises(SystemExit, match="a run brings its own config"):
         main(["tests/line.py", "--resume"])
     main(["--resume", str(run_dir), *options[:2], "--num-steps=26", "--lr", "0.2"])
-    changed = [row["changed"] for row in read_metrics(run_dir) if "changed" in row]
-    assert "optimizer.learning_rate was 0.1 and is 0.2" in changed[-1]
+    rows = [row["changed"] for row in read_metrics(run_dir) if "changed" in row]
+    assert "optimizer.learning_rate was 0.1 and is 0.2" in rows[-1]

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import gzip
 import json
 import os
@@ -24,6 +23,7 @@ import decentjax
 from decentjax import topology
 from tests import tiny_numbers
 from tests.checkout import ROOT
+from tests.configs import changed
 from tests.line import config as line
 from train.__main__ import main
 from train.cli.command import sentence
@@ -52,11 +52,11 @@ from train.targets import peak_flops
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 # Ten steps, without TensorBoard.
-SHORT = dataclasses.replace(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
+SHORT = changed(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
 
 
 def with_log(**changes):
-    return dataclasses.replace(SHORT, log=dataclasses.replace(SHORT.log, **changes))
+    return changed(SHORT, log=dict(**changes))
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_with_a_policy_says_so(tmp_path, capsys):
-    train(dataclasses.replace(SHORT, policy=ThinningPolicy()), tmp_path)
+    train(changed(SHORT, policy=ThinningPolicy()), tmp_path)
     assert "over the graphs of the policy thinning" in capsys.readouterr().out
 
 
@@ -109,7 +109,7 @@ def test_a_score_has_its_unit(value, unit, text):
 
 @pytest.mark.slow
 def test_the_throughput_is_that_of_all_workers(tmp_path):
-    config = dataclasses.replace(SHORT, step=StepConfig(batch_per_worker=3))
+    config = changed(SHORT, step=StepConfig(batch_per_worker=3))
     train(config, tmp_path)
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     per_step = [row["examples_per_second"] / row["steps_per_second"] for row in rows]
@@ -155,8 +155,8 @@ def no_such_number(name):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, capfd):
     SOME.clear()
-    workers = dataclasses.replace(line.workers, num_workers=num_workers)
-    config = dataclasses.replace(
+    workers = changed(line.workers, num_workers=num_workers)
+    config = changed(
         with_log(sinks=("tensorboard",)), task=Odd(), workers=workers, on_step=keep_some
     )
     train(config, tmp_path)
@@ -170,7 +170,7 @@ def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, 
     assert rows[-1]["mean_model"]["recall"] is None
     assert any(np.isnan(some).any() for some in SOME)
     # As it was read before: null is NaN, also after the file was written again.
-    train(dataclasses.replace(config, num_steps=11), tmp_path, Resume())
+    train(changed(config, num_steps=11), tmp_path, Resume())
     read = [row["all"] for row in read_metrics(tmp_path) if "loss" in row]
     assert len(read) == 11
     assert np.isnan(read).all()
@@ -199,7 +199,7 @@ def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches(monkeypatch):
     optimizer = build_optimizer(SHORT.optimizer, 10)
     for parts in (1, 4):
         step = StepConfig(batch_per_worker=batch, num_micro_batches=parts)
-        config = dataclasses.replace(SHORT, step=step)
+        config = changed(SHORT, step=step)
         state = build_state(config, task, optimizer, range(4))
         # Forward, and the gradient of the weights.
         matmuls = 2 * 2 * batch * inside * out
@@ -302,8 +302,7 @@ def test_a_sink_learns_that_the_run_has_failed(tmp_path):
             seen.append(str(error))
             raise
 
-    task = dataclasses.replace(SHORT.task, poison_step=3)
-    bad = dataclasses.replace(SHORT, task=task)
+    bad = changed(SHORT, task=dict(poison_step=3))
     with pytest.raises(FloatingPointError, match="worker 2"):
         train(bad, tmp_path, sinks=[sink])
     assert len(seen) == 1
@@ -411,7 +410,7 @@ def values_once(run_dir: Path) -> list[int]:
 
 def kept_config(*names):
     checkpoint = CheckpointConfig(every_steps=3, num_kept=9)
-    return dataclasses.replace(with_log(sinks=names), checkpoint=checkpoint)
+    return changed(with_log(sinks=names), checkpoint=checkpoint)
 
 
 @pytest.mark.slow
@@ -438,9 +437,7 @@ def test_where_a_run_goes_back_each_sink_has_each_step_once(tmp_path, monkeypatc
     assert steps == trained
     # One that goes on from its last step goes on in its own.
     num_rows = len(kept)
-    longer = dataclasses.replace(
-        saved_config(tmp_path, None, ["tests.line"]), num_steps=16
-    )
+    longer = changed(saved_config(tmp_path, None, ["tests.line"]), num_steps=16)
     train(longer, tmp_path, Resume())
     assert {row[:2] for row in kept[num_rows:]} == {(second, 15), (second, 16)}
     train(longer, tmp_path, Resume(step=12))
@@ -452,7 +449,7 @@ def test_a_sink_that_is_added_begins_with_the_rows_before(tmp_path, monkeypatch)
     kept = []
     monkeypatch.setitem(sinks.SINKS, "wandb", (recorder(kept), "json"))
     train(kept_config(), tmp_path)
-    longer = dataclasses.replace(kept_config("wandb"), num_steps=12)
+    longer = changed(kept_config("wandb"), num_steps=12)
     train(longer, tmp_path, Resume())
     assert [step for step, values in kept[1:-1] if LOSS in values] == list(range(1, 13))
 
@@ -527,7 +524,7 @@ def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
         wanted = [(x["step"], x["loss"]) for x in rows]
         assert sorted((x.step, x.value) for x in found) == wanted
 
-    train(dataclasses.replace(config, num_steps=5), tmp_path / "run")
+    train(changed(config, num_steps=5), tmp_path / "run")
     (store / "log").symlink_to("/var/log")
     train(config, tmp_path / "run", Resume())
     newest(1)
@@ -815,7 +812,7 @@ def islands(num_workers):
     ids=["islands", "mean_every", "alone", "all_reduce", "rounds"],
 )
 def test_a_config_of_a_graph_in_parts_is_said(fields, is_said):
-    config = dataclasses.replace(line, **fields)
+    config = changed(line, **fields)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         build_method(config)

@@ -2,7 +2,6 @@
 
 import base64
 import collections
-import dataclasses
 import functools
 import io
 import re
@@ -19,6 +18,7 @@ from PIL import Image
 
 from decentjax import over_workers, worker_mesh
 from tests import rooms
+from tests.configs import changed
 from train.__main__ import main
 from train.cli.load import load_config
 from train.config import (
@@ -352,7 +352,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     saved = read_trained(finished, step=6)
-    config = dataclasses.replace(
+    config = changed(
         rooms.config, workers=WorkersConfig(num_workers=num_workers), num_steps=7
     )
     resume = Resume(step=6, changes=("num_steps",), workers=how)
@@ -370,15 +370,15 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
 @pytest.mark.parametrize("method", METHODS)
 def test_the_config_of_each_method_trains(method, tmp_path):
     whole = load_config(Path(f"navigate_{method}"))
-    config = dataclasses.replace(
+    config = changed(
         whole,
         num_steps=3,
         task=SMALL,
-        step=dataclasses.replace(whole.step, batch_per_worker=2),
-        optimizer=dataclasses.replace(whole.optimizer, warmup_steps=1),
+        step=dict(batch_per_worker=2),
+        optimizer=dict(warmup_steps=1),
     )
     if method == "peers":  # Each a process of its own: here its numbers.
-        config = dataclasses.replace(config, exchange=InStepExchange())
+        config = changed(config, exchange=InStepExchange())
     outcome = train(config, tmp_path / "run")
     assert outcome.step == 3
     assert max(find_checkpoints(tmp_path / "run").steps) == 3
@@ -442,7 +442,7 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
             "batch_per_worker = 3 must divide task.environments = 4",
         ),
         (
-            {"task": dataclasses.replace(SMALL, horizon=8)},
+            {"task": changed(SMALL, horizon=8)},
             r"horizon of 8 actions is shorter .* of \d+ actions: set --task.horizon",
         ),
         (
@@ -450,7 +450,7 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
             "num_micro_batches",
         ),
         (
-            {"task": dataclasses.replace(SMALL, num_maps=90)},
+            {"task": changed(SMALL, num_maps=90)},
             "found 16 different maps of 7 x 7 tiles, wanted 48",
         ),
         (
@@ -461,5 +461,5 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
 )
 def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        train(dataclasses.replace(rooms.config, **changes), tmp_path / "run")
+        train(changed(rooms.config, **changes), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

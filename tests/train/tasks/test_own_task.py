@@ -19,6 +19,7 @@ import pytest
 
 from decentjax import topology
 from tests.checkout import ROOT
+from tests.configs import changed
 from train.__main__ import main
 from train.cli.config_json import from_fields, sources, to_json
 from train.cli.load import load_config
@@ -169,7 +170,7 @@ def test_own_functions_decide_how_a_step_goes(ran):
         assert rate == pytest.approx(0.1 - 0.08 * (step - 1) / 6)
     # As their sum: the exchange keeps the mean, so the mean model takes the mean step.
     config = module.config
-    one = dataclasses.replace(config, num_steps=1, on_step=None, on_evaluation=None)
+    one = changed(config, num_steps=1, on_step=None, on_evaluation=None)
     task, matrix = config.task.build(), np.full((3, 3), 1 / 6) + np.eye(3) / 2
     start = task.init(jax.random.split(jax.random.key(0))[0])[0]
     batches = task.steps(3, 16, 0, range(3))[0].arrays
@@ -198,9 +199,9 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     assert from_fields(fields, ["own.py"]) == sys.modules["own.py"].config
     for part, name in [("task", "kind"), ("topology", "make"), ("optimizer", "make")]:
         kept = {"task": {"kind": "StdlibTask"}} if part != "task" else {}
-        changed = {**fields, **kept, part: {name: fields[part][name]}}
+        other = {**fields, **kept, part: {name: fields[part][name]}}
         with pytest.raises(ValueError, match=r"if you trust it, add --trust own\.py$"):
-            from_fields(changed)
+            from_fields(other)
     page = Path("report.html")
     with pytest.raises(ValueError, match=r"TopologyConfig.make is own\.py:my_graph"):
         write_report([Path("run")], page)
@@ -541,7 +542,7 @@ def test_a_run_of_an_optimizer_by_name_resumes_bit_for_bit(name, tmp_path):
         log=LogConfig(every_steps=3),
         evaluation=EvaluationConfig(every_steps=100),
     )
-    config = dataclasses.replace(config, num_steps=6)
+    config = changed(config, num_steps=6)
     whole = train(config, tmp_path / "run").state
     again = train(config, tmp_path / "run", Resume(step=3)).state
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):

@@ -1,6 +1,5 @@
 """The tasks: losses and scores against NumPy, shapes, and what bad input gets."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -13,6 +12,7 @@ import pytest
 import sacrebleu
 
 from tests import tiny
+from tests.configs import changed
 from train.cli.config_json import from_fields, to_json
 from train.config import (
     Config,
@@ -51,7 +51,7 @@ NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
 TRANSFORMER = TransformerConfig(
     vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
 )
-NUMBERS = dataclasses.replace(TRANSFORMER, vocabulary=384, context=256)
+NUMBERS = changed(TRANSFORMER, vocabulary=384, context=256)
 LINES = [
     ("one two three", "eins zwei drei"),
     ("two three four five", "zwei drei vier fünf"),
@@ -242,9 +242,7 @@ def test_the_nearest_neighbour_is_the_nearest():
 @pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
-    task = toy(
-        model=dataclasses.replace(TRANSFORMER, dropout=0.0), label_smoothing=smoothing
-    )
+    task = toy(model=changed(TRANSFORMER, dropout=0.0), label_smoothing=smoothing)
     params, _ = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss_fn = jax.jit(task.loss_fn)
@@ -264,7 +262,7 @@ def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
 
 @pytest.mark.slow
 def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
-    task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
+    task = toy(model=changed(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
     nothing = jax.tree.map(jnp.zeros_like, params)
     (score,) = build_score(task)([(nothing, ())])
@@ -284,7 +282,7 @@ def test_of_bytes_a_uniform_model_loses_eight_bits():
 
 @pytest.mark.slow
 def test_a_held_out_score_is_the_mean_over_all_tokens():
-    task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
+    task = toy(model=changed(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
     nats, count, score_fn = 0.0, 0, jax.jit(task.score_fn)
     for batch in task.validation():
@@ -301,7 +299,7 @@ def test_a_held_out_score_is_the_mean_over_all_tokens():
 @pytest.mark.slow
 def test_a_model_learns_to_translate_what_it_has_seen():
     task = toy(
-        model=dataclasses.replace(TRANSFORMER, width=32, hidden=64, dropout=0.0),
+        model=changed(TRANSFORMER, width=32, hidden=64, dropout=0.0),
         label_smoothing=0.0,
         num_shapes=1,  # Compiled once.
     )
@@ -411,7 +409,7 @@ def test_a_translation_is_validated_on_the_validation_set():
 @pytest.mark.parametrize(
     "task",
     [
-        toy(model=dataclasses.replace(TRANSFORMER, dropout=0.5)),
+        toy(model=changed(TRANSFORMER, dropout=0.5)),
         StdlibTask(model=GPTConfig(context=8, width=16, dropout=0.5)).build(),
     ],
 )
@@ -433,11 +431,11 @@ def test_dropout_differs_by_step_and_spares_evaluations(task):
     ("changes", "message"),
     [
         (
-            {"model": dataclasses.replace(TRANSFORMER, vocabulary=260)},
+            {"model": changed(TRANSFORMER, vocabulary=260)},
             "the model's vocabulary is 260 and the corpus's",
         ),
         (
-            {"model": dataclasses.replace(TRANSFORMER, context=20)},
+            {"model": changed(TRANSFORMER, context=20)},
             r"the model's context is 20, and a translation may have 16 \+ 8 tokens",
         ),
     ],
@@ -451,8 +449,7 @@ def test_a_corpus_of_another_vocabulary_is_refused():
     whole = corpus()
     known = len(whole.vocabulary)
     source = ragged([[5, known], *[[5, 6]] * (len(whole.train) - 1)])
-    train = dataclasses.replace(whole.train, source=source)
-    broken = dataclasses.replace(whole, train=train)
+    broken = changed(whole, train=dict(source=source))
     task = translation(lambda: broken, TranslationOptions(model=TRANSFORMER))
     message = (
         f"has a token {known}, and its vocabulary {known} tokens: prepare it again"
