@@ -79,50 +79,38 @@ def trained_with(path: Path, *arguments: str):
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "wanted"),
+    ("parse", "wanted"),
     [
-        (rate, "25gbit", 25e9 / 8),
-        (rate, "8bit", 1.0),
-        (rate, "10 kbit", 1250.0),
-        (rate, "100mbit", 12.5e6),
-        (rate, "1.6tbit", 2e11),
-        (seconds, "65ms", 0.065),
-        (seconds, "20us", 20e-6),
-        (seconds, "3ns", 3e-9),
-        (seconds, " .5s ", 0.5),
-        (seconds, "0s", 0.0),
-        (count, "65M", 65e6),
-        (count, "1.5B", 1.5e9),
-        (count, "2.K", 2000.0),
-        (count, "1T", 1e12),
-        (count, "1234", 1234.0),
+        (rate, {"25gbit": 25e9 / 8, "8bit": 1.0, "10 kbit": 1250.0, "1.6tbit": 2e11}),
+        (seconds, {"65ms": 0.065, "20us": 20e-6, "3ns": 3e-9, " .5s ": 0.5, "0s": 0.0}),
+        (count, {"65M": 65e6, "1.5B": 1.5e9, "2.K": 2000.0, "1T": 1e12, "1234": 1234}),
     ],
 )
-def test_a_number_is_read_in_its_unit(parse, text, wanted):
-    assert parse("size", text) == pytest.approx(wanted, rel=1e-12)
+def test_a_number_is_read_in_its_unit(parse, wanted):
+    assert {text: parse("size", text) for text in wanted} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "units"),
+    ("parse", "texts", "units"),
     [
-        (rate, "25", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (rate, "25 Gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (rate, "gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (rate, "-1gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (seconds, "65", "ns, us, ms, s, such as 65ms"),
-        (seconds, "-65ms", "ns, us, ms, s, such as 65ms"),
-        (seconds, "1.2.3s", "ns, us, ms, s, such as 65ms"),
-        (seconds, "1s and more", "ns, us, ms, s, such as 65ms"),
-        (seconds, "", "ns, us, ms, s, such as 65ms"),
-        (count, "65m", "K, M, B, T, such as 65M"),
-        (count, "nan", "K, M, B, T, such as 65M"),
+        (
+            rate,
+            ["25", "25 Gbit", "gbit", "-1gbit"],
+            "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)",
+        ),
+        (
+            seconds,
+            ["65", "-65ms", "1.2.3s", "1s and more", ""],
+            "ns, us, ms, s, such as 65ms",
+        ),
+        (count, ["65m", "nan"], "K, M, B, T, such as 65M"),
     ],
 )
-def test_a_number_without_its_unit_is_refused(parse, text, units):
-    with pytest.raises(ValueError, match=r"^size must be a number") as refused:
-        parse("size", text)
-    sentence = f"size must be a number with one of the units {units}, got {text!r}"
-    assert str(refused.value) == sentence
+def test_a_number_without_its_unit_is_refused(parse, texts, units):
+    for text in texts:
+        sentence = f"size must be a number with one of the units {units}, got {text!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+            parse("size", text)
 
 
 def test_a_duration_is_read_in_seconds_or_milliseconds():
@@ -220,29 +208,17 @@ def test_late_workers_are_late_by_the_given_time():
         ({"between": "0gbit"}, "between must be positive, got '0gbit'"),
         ({"inside": "0gbit"}, "inside must be positive, got '0gbit'"),
         ({"between": "25"}, "between must be a number with one of the units bit, kbi"),
-        ({"inside": "fast"}, "inside must be a number with one of the units bit, kbi"),
         ({"inside": None}, "nodes of 4 workers need --inside, such as 600gbit"),
         ({"nodes": 0}, "num_nodes must be positive, got 0"),
-        ({"nodes": -4}, "num_nodes must be positive, got -4"),
-        ({"workers_per_node": 0}, "workers_per_node must be positive, got 0"),
-        (
-            {"workers_per_node": -2, "inside": None},
-            "workers_per_node must be positive, got -2",
-        ),
+        ({"workers_per_node": -2, "inside": None}, "workers_per_node must be positive"),
         ({"between_latency": "-1us"}, "between_latency must be a number with one of"),
         ({"inside_latency": "5"}, "inside_latency must be a number with one of"),
         ({"compute": "0ms"}, "compute time must be positive, got 0.0 s"),
-        ({"compute": "-1ms"}, "compute must be a number with one of the units ns, us"),
         ({"distribution": "gamma", "sigma": -0.1}, "sigma must not be negative, got"),
         ({"distribution": "normal", "sigma": math.nan}, "sigma must not be negative"),
-        (
-            {"late_workers": -1},
-            "late_workers and late_by need each other, got -1 and 0",
-        ),
         ({"late_workers": 2}, "late_workers and late_by need each other, got 2 and 0s"),
         ({"late_by": "1s"}, "late_workers and late_by need each other, got 0 and 1s"),
         ({"late_workers": -1, "late_by": "1s"}, "must not be negative, got -1 and 1.0"),
-        ({"late_by": "-1s"}, "late_by must be a number with one of the units ns"),
         ({"late_workers": 2, "late_by": "soon"}, "late_by must be a number with one o"),
         ({"params": "0"}, "model_bytes must be positive and finite, got 0.0"),
         ({"params": "-1M"}, "params must be a number with one of the units K, M, B"),
@@ -691,22 +667,16 @@ ALL_REDUCE = made_row(
 )
 
 
-def test_the_fastest_is_advised():
-    rows = [made_row("a", step=0.8), made_row("b", step=0.5), made_row("c", step=0.6)]
-    advice = advise(ALL_REDUCE, rows)
-    assert advice.choice.name == "b"
-    assert advice.other == ALL_REDUCE
-    assert advice.reason.startswith("A step takes 500 ms instead of 1 s. A step of ")
-    assert "within" not in advice.reason
-
-
-def test_the_reason_says_what_is_exposed_and_waited_for():
+def test_the_fastest_is_advised_with_what_is_exposed_and_waited_for():
     baseline = ALL_REDUCE._replace(exposed=0.114, waiting=0.006)
-    best = made_row(step=0.5, exposed=0.014, waiting=0.002)
-    assert advise(baseline, [best]).reason == (
+    best = made_row("b", step=0.5, exposed=0.014, waiting=0.002)
+    rows = [made_row("a", step=0.8), best, made_row("c", step=0.6)]
+    assert advise(baseline, rows) == (
+        best,
+        baseline,
         "A step takes 500 ms instead of 1 s. A step of all-reduce has 114 ms of "
         "exposed communication and 6 ms of waiting for the slowest worker; here they "
-        "are 14 ms and 2 ms."
+        "are 14 ms and 2 ms.",
     )
 
 

@@ -515,15 +515,6 @@ def test_an_own_optimizer_may_be_one_of_several_steps():
     assert x["w"][0] < 1
 
 
-def test_a_schedule_of_ones_own_has_no_warm_up():
-    Config(
-        name="x",
-        num_steps=3,
-        task=load_example(),
-        optimizer=OptimizerConfig(schedule=number),
-    )
-
-
 def test_graphs_by_name_are_not_ones_own():
     """Of a policy that lists them."""
     policy = HoldingPolicy(graphs=("complete", "ring"))
