@@ -766,16 +766,10 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 --module train --script a.py", "--elastic and --module are for configs"),
         ("-n 2 --places 1 quickstart", "places must be at least 2, the number of pro"),
         ("--processes 0 quickstart", "error: processes must be at least 1, got 0"),
-        (
-            "--processes 2 --port 65536 quickstart",
-            "error: port must be from 0 to 65535",
-        ),
+        ("--processes 2 --port 65536 quickstart", "error: port must be from 0 to"),
         ("--processes 2 --port -1 quickstart", "error: port must be from 0"),
         ("--processes 2 --grace 0 quickstart", "grace must be positive, got 0"),
-        (
-            "--processes 2 --max-restarts -1 quickstart",
-            "max_restarts must be at least 0, g",
-        ),
+        ("--processes 2 --max-restarts -1 quickstart", "max_restarts must be at least"),
         (
             "--processes 2 --max-restarts 1 --module train.dbench a.py",
             "--max-restarts is for runs with checkpoints, and train.dbench has none",

@@ -962,16 +962,10 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
         (("--steps", "0"), "error: steps must be positive, got 0"),
         (("--seed", "-1"), "error: seed must be at least 0, got -1"),
         (("--nodes", "2049"), "error: advice is for up to 4,096 workers, got 4,098"),
-        (
-            ("--late-workers", "2"),
-            "error: late_workers and late_by need each other, go",
-        ),
+        (("--late-workers", "2"), "error: late_workers and late_by need each other"),
         (("--out", str(TINY_FILE)), f"error: .*File exists: '{TINY_FILE}'"),
         (("--measure", "no.py"), "^error: there is no config file no.py$"),
-        (
-            ("--measure", "README.md"),
-            "^error: a config file must be a Python file NAME.py",
-        ),
+        (("--measure", "README.md"), "^error: a config file must be a Python file"),
     ],
 )
 def test_bad_input_gets_a_sentence(arguments, sentence, tmp_path):

@@ -316,19 +316,9 @@ def test_no_field_holds_what_its_annotation_does_not(config):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: TopologyConfig(name="rign"),
-            "TopologyConfig.name must be one of 'complete', .*, got 'rign': did you "
-            "mean 'ring'?",
-        ),
-        (
-            lambda: StepConfig(message_dtype="bfloat32"),
-            "must be one of 'bfloat16' or None, got 'bfloat32': did you mean 'bfl",
-        ),
-        (
-            lambda: StepConfig(xla_options="xla_a=1"),
-            "StepConfig.xla_options must be a tuple, each part a string, got 'xla_a=1'",
-        ),
+        (lambda: TopologyConfig(name="rign"), "got 'rign': did you mean 'ring'"),
+        (lambda: StepConfig(message_dtype="bfloat32"), "got 'bfloat32': did you m"),
+        (lambda: StepConfig(xla_options="xla_a=1"), "a tuple, each part a string"),
         (lambda: StragglerConfig(who=(0, "1")), "who must be a tuple, each part an i"),
         (lambda: WorkersConfig(num_workers=True), "num_workers must be an integer of "),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "a number that float32 holds"),
@@ -364,10 +354,7 @@ def with_fields(**changes: object) -> str:
         (with_fields(step=[]), r": step must be an object, .*, got \[\]"),
         (with_fields(later={}), ": a config of another version: 'later'"),
         (with_fields(optimizer={"nesterov": 1}), ": .* another version.*nesterov"),
-        (
-            with_fields(task={"kind": "Unheard"}),
-            ": .* one of StdlibTask, .*got Unheard",
-        ),
+        (with_fields(task={"kind": "Unheard"}), ": .* must be .*got Unheard"),
     ],
 )
 def test_a_broken_config_of_a_run_is_a_sentence_with_its_name(text, message, tmp_path):

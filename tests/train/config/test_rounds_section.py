@@ -239,10 +239,7 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
     ("changes", "words"),
     [
         ({"exchange": BackgroundExchange()}, "rounds.delay to 1 or more"),
-        (
-            {"exchange": PeerExchange(way="swaps")},
-            "rounds are averaged as they arrive.* got swaps",
-        ),
+        ({"exchange": PeerExchange(way="swaps")}, "rounds are averaged as they"),
         (
             {
                 "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),
@@ -301,19 +298,10 @@ PEERS = PeerExchange()
             D2 | {"topology": TopologyConfig(name="exponential")},
             r"got exponential, which has directed edges",
         ),
-        (
-            D2 | {"topology": TopologyConfig(name="ring")},
-            "got ring, which has a least eigenvalue of -0.333",
-        ),
+        (D2 | {"topology": TopologyConfig(name="ring")}, "a least eigenvalue of -0.33"),
         (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm uses the"),
-        (
-            LOCAL_TRACKING | D2,
-            "1 without codec and tracking, got rounds with 3, none and True",
-        ),
-        (
-            D2 | {"policy": DampingPolicy()},
-            "set policy to fixed, got damping",
-        ),
+        (LOCAL_TRACKING | D2, "without codec and tracking, got rounds with 3, none"),
+        (D2 | {"policy": DampingPolicy()}, "set policy to fixed, got damping"),
         (
             D2 | {"step": StepConfig(not_finite="quarantine")},
             "set step.not_finite to stop, got quarantine",
@@ -324,10 +312,7 @@ PEERS = PeerExchange()
             "set exchange.way to arrived, got swaps",
         ),
         (TRACKING | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
-        (
-            TRACKING | {"exchange": QuorumExchange()},
-            "set exchange to peers, got quorum",
-        ),
+        (TRACKING | {"exchange": QuorumExchange()}, "set exchange to peers, got"),
         (
             LOCAL_TRACKING
             | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},

@@ -139,16 +139,10 @@ def test_rotary_scores_depend_on_the_distance_alone():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"num_kv_heads": 3},
-            "multiple of num_kv_heads, got 3",
-        ),
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads, got 3"),
         ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
         ({"hidden": 0}, "hidden must be positive, got 0"),
-        (
-            {"positions": "rotary", "width": 12},
-            "pairs of numbers, but a head has 3",
-        ),
+        ({"positions": "rotary", "width": 12}, "pairs of numbers, but a head has 3"),
     ],
 )
 def test_impossible_parts_are_refused(changes, sentence):

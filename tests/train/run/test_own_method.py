@@ -210,40 +210,25 @@ def test_what_a_method_sends_is_what_travels(own):
     ("options", "words"),
     [
         ("--method own.py:chocomomentum", "no function chocomomentum: did you mean ch"),
-        (
-            "--method own.py",
-            "--method takes FILE.py:NAME, a function of yours, got own",
-        ),
+        ("--method own.py", "--method takes FILE.py:NAME, a function of yours, got"),
         ("--method none.py:f", "there is no --method file none.py"),
-        (
-            "--topology ring",
-            "--topology takes FILE.py:NAME, a function of yours, got r",
-        ),
+        ("--topology ring", "--topology takes FILE.py:NAME, a function of yours, got"),
         ("--method own.py:one_more", "must return a plan of 4 workers, got one of 5"),
         ("--method own.py:nothing", "must return a Topology, Rounds, .*, got a plan"),
         ("--method own.py:broken", "raises for 4: KeyError: 4"),
         ("--topology own.py:broken", "topology.make = own.py:broken .* KeyError: 4"),
         ("--method own.py:of_two", "must take the number of workers, .* 'degree'"),
         ("--method own.py:unhashed", "must return a plan that hashes"),
-        (
-            "--method own.py:ring --topology.name ring",
-            "topology.name would change noth",
-        ),
+        ("--method own.py:ring --topology.name ring", "topology.name would change"),
         ("--method own.py:ring --topology own.py:ring", "--topology would change noth"),
-        (
-            "--topology own.py:ring --topology.name ring",
-            "takes the place of --topology.",
-        ),
-        (
-            "--method own.py:ring --step.algorithm atc",
-            "leave step.algorithm at the def",
-        ),
+        ("--topology own.py:ring --topology.name ring", "takes the place of --topolog"),
+        ("--method own.py:ring --step.algorithm atc", "leave step.algorithm at the"),
         ("--method own.py:ring --rounds.delay 1", "leave rounds at the default"),
         ("--method own.py:ring --policy thinning", "leave policy at the default"),
         ("--method own.py:ring --exchange quorum", "quorum makes its own plan"),
         (
             "--method own.py:choco_momentum --exchange peers",
-            "methods that keep sums add .* set exchange.patience to None",
+            "exchange.patience to None",
         ),
         (
             "--method own.py:choco_momentum --step.not-finite quarantine",

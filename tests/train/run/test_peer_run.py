@@ -606,14 +606,8 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"step": StepConfig(algorithm="atc")},
-            "atc with exchange = peers waits for other .* step.algorithm to awc or",
-        ),
-        (
-            {"step": StepConfig(algorithm="all_reduce")},
-            'all_reduce .* set step.algorithm to awc or rounds, or exchange to "auto"$',
-        ),
+        ({"step": StepConfig(algorithm="atc")}, "atc with exchange = peers waits"),
+        ({"step": StepConfig(algorithm="all_reduce")}, "set step.algorithm to awc or"),
         ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
         (
             {
@@ -631,10 +625,7 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
             {"step": ROUNDS, "exchange": PeerExchange(way="swaps")},
             "rounds are averaged as they arrive.* got swaps",
         ),
-        (
-            {"topology": TopologyConfig(name="complete")},
-            "averages over groups or nodes, which takes collectives",
-        ),
+        ({"topology": TopologyConfig(name="complete")}, "averages over groups or node"),
         (
             {
                 "topology": TopologyConfig(name="hierarchical"),

@@ -179,15 +179,9 @@ def test_an_exchange_that_no_quorum_can_end_is_refused(options, words):
     ("changes", "words"),
     [
         ({"step": StepConfig(algorithm="awc")}, "set step.algorithm to rounds"),
-        (
-            {"exchange": QuorumExchange(quorum=5)},
-            "must be at most 4, the number of all",
-        ),
+        ({"exchange": QuorumExchange(quorum=5)}, "must be at most 4, the number of"),
         ({"exchange": QuorumExchange(trimmed=2)}, "4 trimmed ones leave none"),
-        (
-            {"rounds": RoundsConfig(codec="int8")},
-            "a quorum merges whole models: leave rounds.codec at none, got int8",
-        ),
+        ({"rounds": RoundsConfig(codec="int8")}, "a quorum merges whole models"),
         ({"topology": TopologyConfig(name="ring_lattice", degree=2)}, "for 2 workers"),
     ],
 )

@@ -381,10 +381,7 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            changed(LINE, seed=3),
-            "seed was 0 and is 3; .* give decentjax resume --seed 3$",
-        ),
+        (changed(LINE, seed=3), "seed was 0 and is 3; .* give decentjax resume"),
         (
             changed(LINE, topology=TopologyConfig(name="complete")),
             "topology.name was '.*' and is 'complete'; .* --topology.name complete",
@@ -717,14 +714,8 @@ def test_old_keys_of_a_model_state_are_new_for_other_workers(tmp_path):
     ("changes", "words"),
     [
         (["optimizer.name=sgd"], "has no opt_state.3.0.trace.b, .* and it has opt_st"),
-        (
-            ["optimizer.name=accum_adam"],
-            "it has no opt_state.3.0.acc.b, opt_state.3.0.a",
-        ),
-        (
-            ["step.algorithm=rounds"],
-            "it has the parts of another optimizer or algorithm",
-        ),
+        (["optimizer.name=accum_adam"], "it has no opt_state.3.0.acc.b"),
+        (["step.algorithm=rounds"], "it has the parts of another optimizer or"),
     ],
 )
 def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir):

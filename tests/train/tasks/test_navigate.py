@@ -437,26 +437,14 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"step": StepConfig(batch_per_worker=3)},
-            "batch_per_worker = 3 must divide task.environments = 4",
-        ),
-        (
-            {"task": changed(SMALL, horizon=8)},
-            r"horizon of 8 actions is shorter .* of \d+ actions: set --task.horizon",
-        ),
+        ({"step": StepConfig(batch_per_worker=3)}, "batch_per_worker = 3 must divide"),
+        ({"task": changed(SMALL, horizon=8)}, "horizon of 8 actions is shorter"),
         (
             {"step": StepConfig(batch_per_worker=2, num_micro_batches=2)},
             "num_micro_batches",
         ),
-        (
-            {"task": changed(SMALL, num_maps=90)},
-            "found 16 different maps of 7 x 7 tiles, wanted 48",
-        ),
-        (
-            {"workers": WorkersConfig(num_workers=64)},
-            "64 with batches of 4 need 256 examples, the data has 48",
-        ),
+        ({"task": changed(SMALL, num_maps=90)}, "found 16 different maps of 7 x 7"),
+        ({"workers": WorkersConfig(num_workers=64)}, "64 with batches of 4 need 256"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):

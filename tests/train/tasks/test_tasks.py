@@ -412,14 +412,8 @@ def test_dropout_differs_by_step_and_spares_evaluations(task):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model": changed(TRANSFORMER, vocabulary=260)},
-            "the model's vocabulary is 260 and the corpus's",
-        ),
-        (
-            {"model": changed(TRANSFORMER, context=20)},
-            r"the model's context is 20, and a translation may have 16 \+ 8 tokens",
-        ),
+        ({"model": changed(TRANSFORMER, vocabulary=260)}, "the model's vocabulary is"),
+        ({"model": changed(TRANSFORMER, context=20)}, "the model's context is 20"),
     ],
 )
 def test_a_model_that_does_not_fit_the_corpus_is_refused(changes, message):
