@@ -114,9 +114,7 @@ def damage(path: Path, how: str) -> None:
         ("broken manifest", "has a manifest.json that cannot be read"),
     ],
 )
-def test_what_is_damaged_is_named_and_the_step_before_taken(
-    how, reason, run_dir, capsys
-):
+def test_the_step_before_a_damaged_one_is_taken(how, reason, run_dir, capsys):
     damage(run_dir / "checkpoints" / "20", how)
     assert newest(run_dir)[0] == 15
     assert main(["verify", str(run_dir)]) == 1
@@ -163,9 +161,7 @@ def test_a_checkpoint_that_cannot_be_read_is_none(run_dir):
     assert found.skipped == {"20": "cannot be read: Permission denied"}
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_old_checkpoint_that_stays_ends_no_run(tmp_path, monkeypatch, capsys):
     def refuse(path, **_):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 

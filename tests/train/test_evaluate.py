@@ -138,9 +138,7 @@ def test_without_a_text_it_asks_for_one(finished, monkeypatch):
         generate(finished[0])
 
 
-def test_texts_of_the_input_are_utf_8_whatever_its_encoding(
-    finished, monkeypatch, capsys
-):
+def test_texts_of_the_input_are_utf_8(finished, monkeypatch, capsys):
     def given(line):
         return io.TextIOWrapper(io.BytesIO(line), "ascii")
 

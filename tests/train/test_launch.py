@@ -279,9 +279,7 @@ sys.exit(70 if len(starts.read_text()) < 5 else 0)
 
 
 @pytest.mark.slow
-def test_a_peer_that_fails_at_once_is_started_again_after_a_pause(
-    tmp_path, monkeypatch
-):
+def test_a_peer_is_started_again_after_a_pause(tmp_path, monkeypatch):
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     with job_of("print('whole')", FAILS, program=peers(1.0)) as job:
         out, _ = job.communicate(timeout=100)
@@ -336,9 +334,7 @@ def in_a_loop(tmp_path, monkeypatch, more: str) -> tuple[int, str, int]:
     return job.returncode, out.decode(), len(starts.read_text())
 
 
-def test_a_peer_that_fails_each_time_is_given_up_and_the_others_go_on(
-    tmp_path, monkeypatch
-):
+def test_a_peer_that_fails_each_time_is_given_up(tmp_path, monkeypatch):
     code, output, starts = in_a_loop(
         tmp_path, monkeypatch, "print('[1] step 1/9  a 1')"
     )
@@ -534,9 +530,7 @@ def test_each_process_has_the_arguments_of_train_and_its_place():
         ("dbench a.py --lr 1", "train.dbench a.py --lr 1"),
     ],
 )
-def test_the_processes_run_the_module_that_was_asked_for(
-    arguments, wanted, monkeypatch
-):
+def test_the_processes_run_the_module_asked_for(arguments, wanted, monkeypatch):
     begun = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
@@ -694,9 +688,7 @@ def test_each_process_has_its_share_of_cores_and_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["quickstart", "script.py"])
-def test_a_number_of_threads_that_is_none_starts_nothing(
-    target, tmp_path, monkeypatch, capfd
-):
+def test_wrong_numbers_of_threads_start_nothing(target, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NPROC", "auto")
     Path("script.py").write_text("raise SystemExit('started')")
@@ -781,9 +773,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("quickstart", "--processes"),
     ],
 )
-def test_bad_input_gets_a_sentence_before_anything_starts(
-    arguments, sentence, monkeypatch, capsys
-):
+def test_bad_input_gets_a_sentence_at_once(arguments, sentence, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("train.launch.supervise", lambda start, *_: start())
     with pytest.raises(SystemExit) as ended:

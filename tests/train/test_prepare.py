@@ -106,9 +106,7 @@ def test_files_of_windows_give_the_tokens_of_plain_ones(pairs, tmp_path):
         ("cp1251", r"is not UTF-8, as its byte 0 is 0xc1: convert the file from its"),
     ],
 )
-def test_another_encoding_gets_a_sentence_that_names_the_file(
-    encoding, words, pairs, tmp_path
-):
+def test_another_encoding_is_said_of_the_file(encoding, words, pairs, tmp_path):
     path, out = tmp_path / "train.de", tmp_path / "out"
     path.write_text("Был май\nи ещё май\n" * 20, encoding=encoding)
     message = failed("pairs", *pairs, "--out", out)

@@ -238,9 +238,7 @@ def test_narrow_messages_are_half_as_large():
         ("gpu", "background", "background"),
     ],
 )
-def test_an_exchange_overlaps_as_it_will_in_training(
-    platform, where, overlap, monkeypatch
-):
+def test_an_exchange_overlaps_as_in_training(platform, where, overlap, monkeypatch):
     config = on_mesh(2, 1)
     exchange = kind_of("exchange", where)()
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
@@ -269,9 +267,7 @@ def test_an_accelerator_sends_parts_of_the_gradient_early(monkeypatch):
         ("--optimizer.warmup-steps 999999", "must be less than"),
     ],
 )
-def test_what_cannot_be_measured_gets_a_sentence(
-    options, sentence, monkeypatch, tmp_path, capsys
-):
+def test_what_cannot_be_measured(options, sentence, monkeypatch, tmp_path, capsys):
     # The tests have their devices already.
     monkeypatch.setattr(program, "provide_cpu_devices", lambda count: None)
     given = ["--measure", str(TINY_FILE), *options.split(), "--out", str(tmp_path)]

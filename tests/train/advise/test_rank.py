@@ -790,9 +790,7 @@ config = dataclasses.replace(
     ("num_workers", "per_node", "overlap"),
     [(16, 4, "in_step"), (4, 2, "background"), (6, 2, "none"), (5, 1, "in_step")],
 )
-def test_the_flags_of_a_row_train_with_what_was_simulated(
-    num_workers, per_node, overlap, tmp_path
-):
+def test_flags_train_what_was_simulated(num_workers, per_node, overlap, tmp_path):
     path = tmp_path / "other.py"
     other = "in_step" if overlap == "background" else "background"
     path.write_text(OTHER.format(path=str(TINY_FILE), where=other))

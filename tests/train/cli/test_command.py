@@ -81,9 +81,7 @@ def ended(error: BaseException) -> tuple[object, str]:
         (FloatingPointError("nan"), "at step 3", 71, "error: nan\n"),
     ],
 )
-def test_only_a_wrong_request_has_the_code_that_no_restart_mends(
-    error, note, code, said, monkeypatch, capsys
-):
+def test_the_code_that_no_restart_mends(error, note, code, said, monkeypatch, capsys):
     """Of a run alone and of peers: a job of processes has its own end."""
 
     def fail(*_):
@@ -166,9 +164,7 @@ def test_a_full_disk_and_memory_are_one_sentence():
     ],
 )
 @pytest.mark.parametrize("folder", ["", "."])
-def test_a_broken_config_file_is_a_sentence_with_its_line(
-    folder, text, message, tmp_path, monkeypatch
-):
+def test_a_broken_config_file_is_named(folder, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path(folder or tmp_path) / "broken.py"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -340,9 +340,7 @@ def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
     )
 
 
-def test_more_fragments_than_leaves_are_refused_before_data_is_read(
-    tmp_path, monkeypatch
-):
+def test_more_fragments_than_leaves_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(start_run, "build_steps", None)
     rounds = RoundsConfig(every_steps=8, fragments=5)
     config = changed(config_of("diloco"), rounds=rounds)

@@ -87,9 +87,7 @@ def order(seed, count):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_no_example_comes_twice_in_a_pass(
-    num_workers,
-):
+def test_no_example_comes_twice_in_a_pass(num_workers):
     steps = worker_steps(Numbers(), num_workers, 3, seed=1)
     num_steps = NUM_EXAMPLES // (num_workers * 3)
     seen = np.concatenate([steps[t].arrays.ravel() for t in range(num_steps)])

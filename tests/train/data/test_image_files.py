@@ -284,9 +284,7 @@ NO_TEXT = "the column 'n' must be of text, got Value"
         (lambda x: text_task(str(paint(x, red=1))), "neither a `Dataset` directory"),
     ],
 )
-def test_data_that_does_not_fit_is_said_before_it_compiles(
-    make, words, tmp_path, monkeypatch
-):
+def test_data_that_does_not_fit_is_refused(make, words, tmp_path, monkeypatch):
     task = make(tmp_path)
     monkeypatch.setattr(setup, "build_state", None)
     with pytest.raises((ValueError, OSError), match=words):
@@ -406,9 +404,7 @@ def test_labels_of_another_kind_say_how_they_become_classes(kind, labels, tmp_pa
     columns = {"image": [None, None], "label": labels}
     kinds = {"image": datasets.Image(), "label": datasets.Value(kind)}
     data = save(tmp_path / "a", columns, **kinds)
-    with pytest.raises(
-        ValueError, match=r"of classes, got .*class_encode_column\('lab"
-    ):
+    with pytest.raises(ValueError, match=r"got .*class_encode_column\('lab"):
         read_images(read_splits(data, None, 0.5), "image", "label")
 
 
@@ -425,9 +421,7 @@ def test_rows_without_an_image_are_unreadable(tmp_path):
 
 
 @pytest.mark.parametrize("texts", [[None, None], ["", None]])
-def test_a_split_without_a_text_is_refused_and_rows_are_counted(
-    texts, tmp_path, caplog
-):
+def test_a_split_without_a_text_is_refused(texts, tmp_path, caplog):
     say_once.cache_clear()
     rows = {"train": ["a", None, "b", ""], "test": texts}
     made = {
@@ -437,9 +431,7 @@ def test_a_split_without_a_text_is_refused_and_rows_are_counted(
         for split, some in rows.items()
     }
     datasets.DatasetDict(made).save_to_disk(tmp_path / "a")
-    with pytest.raises(
-        ValueError, match="no row of the split test has a text in 'text"
-    ):
+    with pytest.raises(ValueError, match="no row of the split test has a text"):
         read_text(read_splits(str(tmp_path / "a"), None, 0.5), "text", Bytes())
     (said,) = [record.getMessage() for record in caplog.records]
     assert said == "left out: 2 rows of the split train without a text"

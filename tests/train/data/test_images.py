@@ -269,9 +269,7 @@ def test_the_random_crop_is_pillows_and_mirrored_half_the_time(kind, width, heig
     assert 5 <= mirrored <= 19
 
 
-def test_a_jpeg_is_decoded_at_the_smallest_sufficient_scale(
-    monkeypatch,
-):
+def test_a_jpeg_is_decoded_at_the_smallest_sufficient_scale(monkeypatch):
     decoded = []
     rgb = images._rgb
     monkeypatch.setattr(

@@ -103,9 +103,7 @@ def rows(side) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("pairs_at_once", [2, 1000])
-def test_a_corpus_is_the_same_in_memory_and_in_files(
-    vocabulary, tmp_path, monkeypatch, pairs_at_once
-):
+def test_files_hold_the_same_corpus(vocabulary, tmp_path, monkeypatch, pairs_at_once):
     monkeypatch.setattr(pairs_module, "PAIRS_AT_ONCE", pairs_at_once)
     splits = {"train": PAIRS * 2, "validation": PAIRS[:5], "test": PAIRS[3:]}
     made = make_corpus(vocabulary, **splits, max_tokens=9)
@@ -280,9 +278,7 @@ def test_each_pass_gives_every_pair(num_workers, number):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_no_two_workers_see_a_pair_but_to_fill_the_last_step(
-    num_workers,
-):
+def test_no_two_workers_see_a_pair_but_to_fill_the_last_step(num_workers):
     shapes = collections.defaultdict(list)
     for batch in passes(numbered(LENGTHS), num_workers):
         key = (batch["source"].shape, batch["target"].shape)
@@ -512,7 +508,5 @@ def test_wmt14_that_is_unavailable_is_one_sentence(monkeypatch):
         raise ModuleNotFoundError("No module named 'importlib_resources'")
 
     monkeypatch.setattr(tfds, "data_source", no_network)
-    with pytest.raises(
-        FileNotFoundError, match=r"WMT14 de-en .*importlib_res.*network"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"WMT14 de-en .*importlib_res"):
         Wmt14("de-en", "train")

@@ -298,9 +298,7 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
 
 
 @pytest.mark.nightly
-def test_text_is_trained_on_by_one_command_and_its_run_needs_it_no_more(
-    files, tmp_path
-):
+def test_a_run_on_text_needs_the_text_no_more(files, tmp_path):
     run = tmp_path / "run"
     sizes = ("--workers.num-workers", "2", "--workers.workers-per-node", "1")
     more = ("--task.model.context", "8", "--task.model.vocabulary", "9", "--bs", "2")
@@ -379,9 +377,7 @@ def test_tokens_that_are_missing_or_cut_off_are_named(tmp_path):
 def test_a_token_that_the_model_does_not_know_is_named(tmp_path):
     write_tokens(tmp_path, [3, 9, 1, 4, 4, 17, 2, 2, 0], [5])
     check_tokens(tmp_path, 18)
-    with pytest.raises(
-        ValueError, match=r"holds token 17, .* of 17 knows 0 to 16: .*18"
-    ):
+    with pytest.raises(ValueError, match=r"token 17, .* of 17 knows 0 to 16: .*18"):
         check_tokens(tmp_path, 17)
 
 

@@ -162,9 +162,7 @@ def test_a_graph_that_a_scale_cannot_have_is_a_row():
         ),
     ],
 )
-def test_grids_that_make_no_sense_are_refused_before_anything_runs(
-    options, words, tmp_path
-):
+def test_grids_that_make_no_sense_are_refused(options, words, tmp_path):
     given = {"graphs": ("ring",), "workers": (4,), **options}
     with pytest.raises(ValueError, match=words):
         dbench(FILE, out=tmp_path / "out", **given)

@@ -132,9 +132,7 @@ def test_evaluation_leaves_the_running_statistics():
         ({"depth": 20, "num_classes": 10}, 269_722, 688),
     ],
 )
-def test_the_parameters_are_as_many_as_the_papers_networks_have(
-    sizes, parameters, norms
-):
+def test_the_parameters_are_as_many_as_in_the_papers(sizes, parameters, norms):
     config = ResNetConfig(**{"num_classes": 1000, **sizes})
     model = nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0)))
     sizes = [

@@ -84,9 +84,7 @@ def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("slices", 2, 1), ("devices", 1, 2)]
 )
-def test_a_run_goes_on_with_another_number_of_devices(
-    name, before, after, runs, tmp_path
-):
+def test_a_run_goes_on_with_other_devices(name, before, after, runs, tmp_path):
     folder = tmp_path / "run"
     subprocess.run(["cp", "-r", runs[name], folder], check=True)
     old = state_of(config_of(before), folder)
@@ -124,9 +122,7 @@ def test_other_methods_train_slices_too(algorithm, tmp_path):
     ],
     ids=["thread", "peers"],
 )
-def test_a_job_trains_slices_beside_its_messages(
-    options, said, count, folders, runs, tmp_path
-):
+def test_a_job_trains_slices(options, said, count, folders, runs, tmp_path):
     folder = tmp_path / "run"
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
     command = [sys.executable, "-m", "decentjax", "launch", "-n", "2", str(SLICES)]

@@ -268,9 +268,7 @@ def test_a_method_in_a_config_file_is_the_same(own):
     )
     config = load_config(own)
     assert build_method(config).name == "choco_momentum"
-    with pytest.raises(
-        ValueError, match=r"is a whole algorithm: leave step\.algorithm"
-    ):
+    with pytest.raises(ValueError, match="is a whole algorithm: leave step"):
         changed(config, step=StepConfig(algorithm="rounds"))
     more = changed(config, workers=WorkersConfig(num_workers=5))
     assert build_method(more).plan.num_workers == 5

@@ -113,9 +113,7 @@ INT8 = changed(DILOCO, codec="int8")
     ],
     ids=["DiLoCo", "int8"],
 )
-def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
-    rounds, flags, graph, tmp_path
-):
+def test_rounds_of_peers_that_wait_are_the_simulated(rounds, flags, graph, tmp_path):
     options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
     options += ["--rounds.every-steps", "3", "--rounds.delay", "2", *flags]
     options += ["--rounds.merge", "shift", "--topology.name", graph]
@@ -144,9 +142,7 @@ WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every",
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", [SWAPS, WAGMA], ids=["swaps", "wagma"])
-def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
-    way, tmp_path, capsys
-):
+def test_a_run_that_waited_for_nobody_is_repeated(way, tmp_path, capsys):
     command = ["-m", "train.launch", "--processes", "2", "configs/quickstart.py", *way]
     command += ["--num-steps", "60"]
     command += ["--workers.num-workers", "4", "--workers.workers-per-node", "1"]
@@ -213,9 +209,7 @@ def test_all_processes_share_one_config(finished):
 
 
 @pytest.mark.nightly
-def test_an_evaluation_has_the_workers_of_all_processes(
-    tmp_path, capsys, quick_compile
-):
+def test_an_evaluation_has_all_workers(tmp_path, capsys, quick_compile):
     """Which need not be at one step."""
     own = changed(tiny.config, workers=line.config.workers)
     for number, num_steps in ((0, 4), (1, 5)):
@@ -401,9 +395,7 @@ def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_process_alone_trains_and_when_started_again_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_process_alone_goes_on_by_itself(tmp_path, monkeypatch, capsys):
     """By the same command: it takes its newest checkpoint."""
     monkeypatch.setattr(peer_run, "JOIN_SECONDS", 0.2)
     config = as_process(1, 4, num_steps=9)
@@ -421,9 +413,7 @@ def test_a_process_alone_trains_and_when_started_again_goes_on(
 
 
 @pytest.mark.slow
-def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_mean_is_of_who_was_there_at_the_end(tmp_path, monkeypatch, capsys):
     """One has left early, and the place of another was never taken."""
     monkeypatch.setattr(peer_run, "START_SECONDS", 0.2)
     exchange = PeerExchange(elastic=True)
@@ -443,9 +433,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
 
 
 @pytest.mark.slow
-def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
-    tmp_path, monkeypatch, capsys
-):
+def test_who_was_away_goes_on_with_what_others_saved(tmp_path, monkeypatch, capsys):
     """Else its model, which nobody has mixed, would be a part of the result."""
     monkeypatch.setattr(peer_run, "JOIN_SECONDS", 0.2)
     saved = train(as_process(1, 2), tmp_path).state
@@ -545,17 +533,13 @@ def test_stopped_peers_end_as_any_job():
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
     task = changed(line.config.task, poison_step=3, poison_worker=1)
     rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
-    with pytest.raises(
-        FloatingPointError,
-        match=r"gradient of worker 3 is not finite .* from its own checkpoint$",
-    ):
+    words = "gradient of worker 3 is not finite .* from its own checkpoint$"
+    with pytest.raises(FloatingPointError, match=words):
         train(as_process(1, 2, task=task, **rounds), tmp_path)
     checkpoint = changed(line.config.checkpoint, every_steps=1)
     config = as_process(1, 2, task=Growing(), checkpoint=checkpoint)
-    with pytest.raises(
-        FloatingPointError,
-        match=r"state of workers 2, 3 is not finite .* takes the model of a peer$",
-    ):
+    words = "state of workers 2, 3 is not finite .* takes the model of a peer$"
+    with pytest.raises(FloatingPointError, match=words):
         train(config, tmp_path / "growing")
 
 

@@ -106,9 +106,7 @@ def test_a_rate_that_changes_nothing_is_refused():
     config = changed(LINE, optimizer=dict(schedule=rates))
     with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
         with_changes(config, ("optimizer.learning-rate=0.5",))
-    with pytest.raises(
-        ValueError, match=r"--scaling linear scales .* leave out one of them"
-    ):
+    with pytest.raises(ValueError, match=r"--scaling linear scales .* leave out o"):
         make_cells(config, ("ring",), (4,), "local", "linear")
 
 
@@ -279,9 +277,7 @@ def removes(step, state, metrics):
         ({13: "checkpoints/5"}, []),
     ],
 )
-def test_what_is_removed_while_it_trains_is_made_anew(
-    removed, said, tmp_path, monkeypatch, capsys
-):
+def test_what_is_removed_is_made_anew(removed, said, tmp_path, monkeypatch, capsys):
     """And a line says so; the run ends as if nothing had been removed."""
     run_dir = tmp_path / "run"
     monkeypatch.setenv("RUN_DIR", str(run_dir))
@@ -397,17 +393,13 @@ def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir
         train(config, run_dir, Resume(step=step))
 
 
-def test_what_an_earlier_version_saved_has_the_defaults_of_later_fields(
-    run_dir, monkeypatch
-):
+def test_an_earlier_config_has_defaults_of_later_fields(run_dir, monkeypatch):
     saved = json.loads(to_json(LINE))
     del saved["rounds"], saved["optimizer"]["eps"]
     monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
     assert what_changed(run_dir, 20, LINE, Resume()) == []
     saved["seed"] = 3
-    with pytest.raises(
-        ValueError, match="other settings: seed was 3 and is 0; to change"
-    ):
+    with pytest.raises(ValueError, match="settings: seed was 3 and is 0; to change"):
         what_changed(run_dir, 20, LINE, Resume())
 
 
@@ -453,9 +445,7 @@ def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
     workers = changed(LINE.workers, num_workers=3)
     config = changed(config, workers=workers)
     for how in ("repeat", "select"):
-        with pytest.raises(
-            ValueError, match=f"{how} would drop or repeat .* take mean"
-        ):
+        with pytest.raises(ValueError, match=f"{how} would drop or .* take mean"):
             train(config, tmp_path, Resume(workers=how))
     after = train(config, tmp_path, Resume(workers="mean")).state
     for one in (before.extra, after.extra):
@@ -721,9 +711,7 @@ def test_old_keys_of_a_model_state_are_new_for_other_workers(tmp_path):
 def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir):
     """Orbax would say it in pages, with all values."""
     config, fields = with_changes(LINE, [*changes, "num_steps=22"])
-    with pytest.raises(
-        ValueError, match=f"20 of .* cannot be used: .*{words}"
-    ) as caught:
+    with pytest.raises(ValueError, match=f"cannot be used: .*{words}") as caught:
         train(config, run_dir, Resume(changes=fields))
     said = str(caught.value)
     assert ", which takes a new run, as --init-from begins with this one's mean" in said
