@@ -39,6 +39,11 @@ def make_run(run_dir, loss, **changes):
     return run_dir
 
 
+def column(run_dir: Path, name: str = "loss") -> list:
+    """A value of each logged step of training, by default the loss."""
+    return [row[name] for row in read_metrics(run_dir) if "loss" in row]
+
+
 def timed(run_dir, process: int, steps: range) -> None:
     with Timeline(run_dir, process) as timeline:
         for step in steps:

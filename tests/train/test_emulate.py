@@ -18,10 +18,10 @@ from tests import tiny
 from tests.checkout import ROOT
 from tests.jobs import processes_with, wait_until
 from tests.machines import needs_root
+from tests.run_folders import column
 from train.job.cores import _root
 from train.job.namespaces import EmulatedCluster, environment, parse_rate
 from train.run.loop import train
-from train.store.log import read_metrics
 
 EMULATE = [sys.executable, "-m", "train.emulate"]
 # Programs of a few steps: their compilation is most of a job's time.
@@ -379,10 +379,7 @@ def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
     )
     assert job.returncode == 0, job.stdout + job.stderr
     train(tiny.config, tmp_path / "simulated")
-    got, wanted = (
-        [row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row]
-        for name in ("cluster", "simulated")
-    )
+    got, wanted = (column(tmp_path / name) for name in ("cluster", "simulated"))
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 

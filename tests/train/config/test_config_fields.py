@@ -131,7 +131,7 @@ ELSEWHERE = {
     "data.num_processes": "test_batches",
     "data.skew": "test_batches",
     "workers.devices_per_worker": "test_array_placement",  # The numbers stay the same.
-    "workers.where": "test_loop",
+    "workers.where": "test_array_placement",
     "optimizer.weight_decay": "test_optimizer_state",
     "rounds.error_kept": "test_rounds_section",  # A scalar is encoded almost as it is.
     "exchange.peers": "test_peer_run",

@@ -10,6 +10,7 @@ from decentjax.analysis import traffic
 from decentjax.topology import complete
 from tests import line, rounds_line
 from tests.configs import changed
+from tests.run_folders import column
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,
@@ -88,7 +89,7 @@ def params_of(state):
 def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     config = config_of(method)
     train(config, tmp_path / "alone")
-    alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
+    alone = column(tmp_path / "alone")
     together = train_seeds(config, range(2), lambda *_: None)
     seeds = [values[0] for _, values in together.losses]
     np.testing.assert_allclose(alone, seeds, rtol=1e-4)

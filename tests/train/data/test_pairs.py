@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.data import pairs as pairs_module
-from train.data.batches import feed
 from train.data.by_length import choose_shapes, length_steps, length_validation
 from train.data.files import new_folder
 from train.data.number_words import SIGNS, read_numbers
@@ -345,20 +344,6 @@ def test_any_step_is_there_at_any_time_in_any_process():
     for t in range(60):
         assert equal(first[t], steps[t])
         assert equal(first[t], copy[t])
-
-
-def test_batches_go_on_from_where_they_were():
-    def batches():
-        return feed(length_steps(numbered(LENGTHS), 2, seed=0, **OPTIONS))
-
-    there = batches()
-    for _ in range(7):
-        next(there)
-    expected = [next(there) for _ in range(40)]
-    resumed = batches()
-    next(resumed)
-    resumed.set_step(7)
-    assert all(equal(next(resumed), batch) for batch in expected)
 
 
 def test_two_boxes_are_the_best_two():

@@ -155,8 +155,7 @@ def loss_and_gradients(model: ResNet, inputs: jax.Array):
 
 
 def assert_close(one, other, tolerance):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow

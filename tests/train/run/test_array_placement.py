@@ -16,7 +16,9 @@ from decentjax import AXIS, worker_mesh
 from tests import slices, tiny
 from tests.checkout import ROOT
 from tests.configs import changed
+from tests.run_folders import column
 from tests.slices import config_of
+from tests.trees import assert_close
 from train.advise import measure as measuring
 from train.cli.load import load_config
 from train.config import StepConfig, TopologyConfig, WorkersConfig
@@ -66,15 +68,15 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
-    wanted = [row["loss"] for row in read_metrics(runs["simulated"]) if "loss" in row]
+    wanted = column(runs["simulated"])
     assert len(wanted) > 1
     for name in ("devices", "slices"):
-        found = [row["loss"] for row in read_metrics(runs[name]) if "loss" in row]
+        found = column(runs[name])
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
     one = state_of(config_of(1), runs["devices"]).params
     other = state_of(config_of(2), runs["slices"]).params
+    assert_close(one, other, atol=2e-5)
     for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
         if y.ndim > 2:
             assert y.addressable_shards[0].data.size * 8 == y.size
             assert x.addressable_shards[0].data.size * 4 == x.size
@@ -89,8 +91,7 @@ def test_a_run_goes_on_with_other_devices(name, before, after, runs, tmp_path):
     subprocess.run(["cp", "-r", runs[name], folder], check=True)
     old = state_of(config_of(before), folder)
     new = state_of(config_of(after), folder)
-    for x, y in zip(*map(jax.tree.leaves, (old.params, new.params)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(old.params, new.params)
     longer = config_of(after, num_steps=12)
     assert train(longer, folder, Resume()).step == 12
     assert max(row["step"] for row in read_metrics(folder)) == 12
@@ -104,7 +105,7 @@ def test_other_methods_train_slices_too(algorithm, tmp_path):
     for devices in (1, 2):
         folder = tmp_path / str(devices)
         train(config_of(devices, step=step), folder)
-        ends.append([row["loss"] for row in read_metrics(folder) if "loss" in row][-1])
+        ends.append(column(folder)[-1])
     np.testing.assert_allclose(*ends, rtol=1e-5)
 
 
@@ -138,8 +139,7 @@ def test_a_job_trains_slices(options, said, count, folders, runs, tmp_path):
     facts = json.loads((folder / folders[0] / "run.json").read_text())
     assert facts["devices"].startswith(f"{count} x ")
     wanted, *found = (
-        [row["loss"] for row in read_metrics(one) if "loss" in row]
-        for one in (runs["slices"], *(folder / name for name in folders))
+        column(one) for one in (runs["slices"], *(folder / name for name in folders))
     )
     np.testing.assert_allclose(np.mean(found, 0), wanted, rtol=1e-5)
 

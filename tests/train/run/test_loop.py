@@ -19,6 +19,8 @@ from decentjax import gossip, topology, worker_mesh
 from tests import job_line, tiny
 from tests.checkout import ROOT
 from tests.configs import changed
+from tests.run_folders import column
+from tests.trees import same
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs
@@ -31,7 +33,7 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
-from train.data.batches import feed, worker_steps
+from train.data.batches import worker_steps
 from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
@@ -66,21 +68,6 @@ SMALL_RUN = [
 ]
 
 
-def same(a, b) -> bool:
-    """Bit for bit, random keys included."""
-
-    def bits(x):
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(bits(x), bits(y)) for x, y in pairs)
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "tiny"
@@ -104,28 +91,6 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
     assert list((run_dir / "tensorboard").glob("events*"))
     steps = {int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.is_dir()}
     assert steps == {10, 12}
-
-
-@pytest.mark.slow
-def test_a_mesh_trains_as_the_simulation_does(tmp_path):
-    for where in ("mesh", "simulate"):
-        train(changed(LINE, workers=dict(where=where)), tmp_path / where)
-    mesh, simulated = (losses(tmp_path / where) for where in ("mesh", "simulate"))
-    assert len(mesh) == 12
-    np.testing.assert_allclose(mesh, simulated, rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["atc", "all_reduce"])
-def test_every_algorithm_trains(algorithm, tmp_path):
-    config = changed(
-        LINE, step=dict(algorithm=algorithm, num_micro_batches=2), num_steps=4
-    )
-    outcome = train(config, tmp_path / algorithm)
-    assert np.isfinite(losses(tmp_path / algorithm)).all()
-    if algorithm == "all_reduce":
-        first = jax.tree.map(lambda x: x[:1].repeat(4, axis=0), outcome.state.params)
-        assert same(outcome.state.params, first)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +141,7 @@ def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
         if number == signal.SIGTERM:
             assert f"stopped after step {stopped_after} of 300" in output
     finish(start("--resume", run_dir))
-    assert losses(run_dir) == losses(uninterrupted)
+    assert column(run_dir) == column(uninterrupted)
     assert scores(run_dir)[-1] == scores(uninterrupted)[-1]
     assert same(*(saved_state(folder) for folder in (run_dir, uninterrupted)))
 
@@ -308,32 +273,6 @@ def test_every_shipped_config_loads():
     )
 
 
-def test_batches_depend_on_seed_and_position_alone():
-    source = Windows(np.arange(200, dtype=np.uint8), 3)
-    batches = feed(worker_steps(source, 4, 2, seed=5))
-    first = [next(batches).arrays for _ in range(12)]
-    resumed = feed(worker_steps(source, 4, 2, seed=5))
-    resumed.set_step(7)
-    np.testing.assert_array_equal(next(resumed).arrays, first[7])
-    resumed.set_step(2)
-    np.testing.assert_array_equal(next(resumed).arrays, first[2])
-    assert first[0].shape == (4, 2, 4)
-
-
-def test_workers_share_no_example_in_a_pass():
-    source = Windows(np.arange(97, dtype=np.uint8), 3)
-    steps = worker_steps(source, 4, 2, seed=0)
-    seen = np.concatenate(
-        [steps[t].arrays[..., 0].ravel() for t in range(len(source) // 8)]
-    )
-    assert len(set(seen.tolist())) == len(source)
-
-
-def test_too_little_data_is_refused():
-    with pytest.raises(ValueError, match="need 8 examples, the data has 3"):
-        worker_steps(Windows(np.arange(10, dtype=np.uint8), 3), 4, 2, seed=0)
-
-
 def test_a_batch_that_cannot_be_cut_is_refused_with_both_numbers():
     source = Windows(np.arange(200, dtype=np.uint8), 3)
     with pytest.raises(ValueError, match=r"= 3 must be a multiple of .* = 2"):
@@ -373,22 +312,12 @@ def test_the_schedule_warms_up_and_decays():
 
 
 def test_the_rate_falls_at_each_of_the_steps_and_stays():
-    config = OptimizerConfig(
-        learning_rate=2.0,
-        warmup_steps=4,
-        decay="steps",
-        decay_steps=(30, 60),
-        decay_factor=0.25,
-    )
+    falls = OptimizerConfig(learning_rate=2.0, warmup_steps=4, decay="steps")
+    config = changed(falls, decay_steps=(30, 60), decay_factor=0.25)
     got = build_schedule(config, num_steps=90)(np.array([0, 2, 4, 29, 30, 59, 60, 89]))
     np.testing.assert_allclose(got, [0, 1, 2, 2, 0.5, 0.5, 0.125, 0.125])
-
-
-def test_steps_of_the_rate_may_be_none_and_lie_beyond_the_run():
-    for steps in ((), (40,)):
-        config = OptimizerConfig(
-            learning_rate=2.0, warmup_steps=0, decay="steps", decay_steps=steps
-        )
+    for steps in ((), (40,)):  # None, or beyond the run.
+        config = changed(falls, warmup_steps=0, decay_steps=steps)
         rates = build_schedule(config, num_steps=30)(np.arange(30))
         np.testing.assert_allclose(rates, 2.0)
 

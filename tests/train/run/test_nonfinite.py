@@ -18,6 +18,7 @@ from decentjax import (
 )
 from tests import line
 from tests.configs import changed
+from tests.trees import assert_close
 from train.config import AutoExchange, BackgroundExchange, StepConfig
 from train.run.loop import train
 from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients
@@ -61,8 +62,7 @@ def test_an_update_that_is_not_finite_is_dropped_whole(wrong):
     wanted, _ = local(state, right, mixed)
     found, metrics = quarantined(local)(state, right, mixed)
     assert metrics[QUARANTINED] == 0
-    for x, y in zip(*map(jax.tree.leaves, (found[:3], wanted[:3])), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(found[:3], wanted[:3])
     found, metrics = quarantined(local)(state, wrong_batch, mixed)
     assert metrics[QUARANTINED] == 1
     np.testing.assert_array_equal(found.params["x"], mixed["x"])
@@ -102,8 +102,7 @@ def test_the_others_train_on_and_nothing_spreads(poison, leaf, where, tmp_path, 
     assert [row["quarantine"] for row in rows if "quarantine" in row] == [message]
     clean = changed(config, task=line.Line(), log=dict(every_steps=1))
     wanted = train(clean, tmp_path / "clean").state.params
-    for x, y in zip(*map(jax.tree.leaves, (outcome.state.params, wanted)), strict=True):
-        np.testing.assert_allclose(x, y, atol=0.1)
+    assert_close(outcome.state.params, wanted, atol=0.1)
 
 
 def test_each_row_has_the_share_of_workers_in_quarantine(tmp_path):
@@ -123,8 +122,7 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_counted(tmp_path, capsys):
     resumed = train(whole, tmp_path / "run", Resume()).state
     assert capsys.readouterr().err.count("1 gradients of worker 2") == 2
     whole = train(whole, tmp_path / "whole").state
-    for x, y in zip(*map(jax.tree.leaves, (resumed.params, whole.params)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(resumed.params, whole.params)
 
 
 def test_by_default_a_run_stops():

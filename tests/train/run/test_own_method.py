@@ -13,6 +13,7 @@ from decentjax import GradientMean, Rounds, topology
 from tests import line
 from tests.configs import changed
 from tests.guide_method import OWN_METHOD
+from tests.trees import assert_close
 from train.__main__ import main
 from train.advise.rounds_advice import compare_rounds
 from train.advise.setting import Flags
@@ -104,8 +105,7 @@ def params_of(config: Config, folder: str, *how):
 
 
 def assert_equal(found, wanted):
-    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(found, wanted)
 
 
 SHORT = ("--num-steps", "4", "--workers.num-workers", "3")
@@ -145,10 +145,7 @@ def test_a_method_has_the_same_numbers_on_a_mesh_and_in_the_thread(own, where):
     given = *SHORT, "--method", "own.py:choco_momentum"
     found = with_own(*given, "--workers.where", "mesh", "--exchange", where)
     wanted = params_of(with_own(*given), "simulated")
-    for x, y in zip(
-        *map(jax.tree.leaves, (params_of(found, where), wanted)), strict=True
-    ):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert_close(params_of(found, where), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_methods_are_compared_and_cells_of_a_grid(own, capsys):

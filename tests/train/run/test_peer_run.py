@@ -36,7 +36,8 @@ from tests.jobs import (
 )
 from tests.line import Growing, as_process
 from tests.machines import needs_root
-from tests.run_folders import alive, last_step, process_id, used
+from tests.run_folders import alive, column, last_step, process_id, used
+from tests.trees import assert_close
 from train.config import (
     AutoExchange,
     DistributedConfig,
@@ -405,8 +406,7 @@ def test_a_process_alone_goes_on_by_itself(tmp_path, monkeypatch, capsys):
     again = train(config, tmp_path).state
     output = capsys.readouterr().out
     assert "no peer is further: goes on from its own step 5" in output
-    for x, y in zip(*map(jax.tree.leaves, (again.params, wanted.params)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(again.params, wanted.params)
     # It is at its end already.
     assert train(config, tmp_path).step == 9
     assert "looks for peers" not in capsys.readouterr().out
@@ -449,7 +449,7 @@ def test_who_was_away_goes_on_with_what_others_saved(tmp_path, monkeypatch, caps
     # It has the peer's moments too, and a random key of its own.
     own, other = (np.asarray(jax.random.key_data(x.key)) for x in (late.state, saved))
     assert not np.array_equal(own, other)
-    of_late = [x["loss"] for x in read_metrics(tmp_path / "process-0") if "loss" in x]
+    of_late = column(tmp_path / "process-0")
     assert len(of_late) == 5
     assert max(of_late) < 1  # A model that begins has 2.3.
 

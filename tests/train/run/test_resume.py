@@ -22,6 +22,7 @@ from decentjax.optim import ScaleByAccumAdamState
 from tests import job_line, line
 from tests.configs import changed
 from tests.line import Growing
+from tests.run_folders import column
 from tests.saving import state_of
 from train.__main__ import main
 from train.checkpoint import named
@@ -49,10 +50,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 LINE = line.config
 # The rate of its last step of 20.
 KEPT = tuple(f"optimizer.{x}-rate=0.000715" for x in ("learning", "final-learning"))
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -193,7 +190,7 @@ def test_what_was_skipped_is_in_the_next_row_alone(tmp_path):
     train(
         changed(LINE, task=Skipping(), num_steps=8, log=dict(every_steps=2)), tmp_path
     )
-    rows = [row["skipped_examples"] for row in read_metrics(tmp_path) if "loss" in row]
+    rows = column(tmp_path, "skipped_examples")
     assert rows == [0, 1, 0, 0, 0]  # After 2, 4, 5, 6 and 8 steps.
 
 
@@ -366,9 +363,7 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     assert [(row["step"], row["changed"]) for row in rows] == [
         (20, ["num_steps was 20 and is 30"])
     ]
-    assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
-        range(1, 31)
-    )
+    assert column(run_dir, "step") == list(range(1, 31))
     seconds = [row["seconds"] for row in read_metrics(run_dir)]
     assert seconds == sorted(seconds), "the clock goes on"
     assert json.loads((run_dir / "config.json").read_text())["num_steps"] == 30
@@ -761,12 +756,12 @@ def spoil_state(path: Path) -> None:
 
 
 def test_where_the_newest_is_broken_it_goes_on_from_the_one_before(run_dir, capsys):
-    wanted = losses(run_dir)
+    wanted = column(run_dir)
     spoil_state(run_dir / "checkpoints" / "20")
     assert train(LINE, run_dir, Resume()).step == 20
     assert "warning: the checkpoint of step 20 of" in capsys.readouterr().err
     assert steps(run_dir) == [15, 20]
-    assert losses(run_dir) == wanted
+    assert column(run_dir) == wanted
 
 
 @pytest.mark.slow
@@ -877,7 +872,7 @@ def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
     assert len(read_metrics(run_dir)) == len(rows) - 2
     assert "left out 2 broken row(s), in line 4, 8" in capsys.readouterr().err
     train(changed(LINE, num_steps=22), run_dir, Resume())
-    trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+    trained = column(run_dir, "step")
     assert trained == [1, 2, 3, 5, 6, 7, *range(9, 23)]
 
 

@@ -25,6 +25,7 @@ from tests import tiny_numbers
 from tests.checkout import ROOT
 from tests.configs import changed
 from tests.line import config as line
+from tests.run_folders import column
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.tables import quantity
@@ -171,7 +172,7 @@ def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, 
     assert any(np.isnan(some).any() for some in SOME)
     # As it was read before: null is NaN, also after the file was written again.
     train(changed(config, num_steps=11), tmp_path, Resume())
-    read = [row["all"] for row in read_metrics(tmp_path) if "loss" in row]
+    read = column(tmp_path, "all")
     assert len(read) == 11
     assert np.isnan(read).all()
     assert "NaN" not in capfd.readouterr().err
@@ -403,7 +404,7 @@ def values_once(run_dir: Path) -> list[int]:
     """Goes back to step 6 of 10, by the command, and on to 14; returns the steps."""
     options = ["--trust", "tests.line", "--step", "6", "--num-steps", "14"]
     main(["--resume", str(run_dir), *options])
-    trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+    trained = column(run_dir, "step")
     assert trained == list(range(1, 15))
     return trained
 

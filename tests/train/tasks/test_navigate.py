@@ -19,6 +19,7 @@ from PIL import Image
 from decentjax import over_workers, worker_mesh
 from tests import rooms
 from tests.configs import changed
+from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.load import load_config
 from train.config import (
@@ -303,8 +304,7 @@ def test_a_step_that_plays_nothing_keeps_the_episodes():
     _, (first, _) = loss_fn(params, ppo_state, batch, jax.random.key(1))
     *_, later = start_of(task, step=1)
     _, (second, _) = loss_fn(params, first, later, jax.random.key(2))
-    for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_close(first, second)
 
 
 @pytest.mark.nightly
@@ -326,8 +326,7 @@ def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
 
     wanted = gradient()
     monkeypatch.setattr(navigate, "BLOCK", 32)
-    for a, b in zip(*map(jax.tree.leaves, (gradient(), wanted)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert_close(gradient(), wanted, atol=1e-6)
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(wanted))
 
 
@@ -337,10 +336,7 @@ def test_a_run_resumes_bit_for_bit_amid_an_iteration(tmp_path):
     config = rooms.config
     whole = train(config, tmp_path / "run").state
     again = train(config, tmp_path / "run", Resume(step=6)).state
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
+    assert_close(whole, again)
     rollouts = whole.model_state.rollout
     assert not np.array_equal(rollouts.place[0], rollouts.place[1])
 
@@ -362,8 +358,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
             jax.tree.map(lambda x, row=row: x[row], of.rollout)
             for of, row in ((saved.models[1], place % 2), (state.model_state, place))
         )
-        for a, b in zip(*map(jax.tree.leaves, (was, now)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_close(was, now)
 
 
 @pytest.mark.nightly
