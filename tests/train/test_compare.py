@@ -321,46 +321,38 @@ def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "algorithm", "clock", "words"),
+    ("config", "clock", "words"),
     [
-        ("wagma", "atc", Clock(), "give --clock.compute, such as 100ms"),
-        ("wagma", "awc", Clock(compute="1s"), "= atc have a clock, got awc"),
-        ("swaps", "awc", Clock(compute="1s"), "= arrived have a clock, got swaps"),
-        ("wagma", "atc", Clock(compute="fast"), "compute must be a number"),
+        (by_peers(WAGMA, "wagma"), Clock(), "give --clock.compute, such as 100ms"),
+        (
+            changed(by_peers(WAGMA, "wagma"), step=dict(algorithm="awc")),
+            Clock(compute="1s"),
+            "= atc have a clock, got awc",
+        ),
+        (by_peers(RING, "swaps"), Clock(compute="1s"), "= arrived have a clock, got s"),
+        (by_peers(WAGMA, "wagma"), Clock(compute="fast"), "compute must be a number"),
+        (changed(RING, policy=ThinningPolicy()), Clock(compute="1s"), "and has no clo"),
     ],
 )
-def test_peers_that_have_no_clock_are_refused(way, algorithm, clock, words):
-    step = changed(WAGMA.step, algorithm=algorithm)
-    base = RING if way == "swaps" else WAGMA
-    config = by_peers(changed(base, step=step), way)
+def test_what_has_no_clock_is_refused(config, clock, words):
     with pytest.raises(ValueError, match=words):
         clock.run(config, 0)
 
 
+def sent_seconds(config) -> float:
+    """How long a run takes in which messages are all."""
+    clock = Clock(compute="1us", sigma=0, between="1kbit")
+    return clock.run(config, 0).times.end.max()
+
+
 def test_a_message_takes_as_long_as_it_is():
     """Of a half-precision model, and of gradient tracking, which sends two."""
-    clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
-
-    def seconds(rounds=RING.rounds, **fields):
-        config = changed(RING, step=dict(**fields), rounds=rounds)
-        return clock.run(config, 0).times.end.max()
-
-    one = seconds()
-    assert seconds(message_dtype="bfloat16") == pytest.approx(one / 2, rel=1e-3)
+    one = sent_seconds(RING)
+    half = sent_seconds(changed(RING, step=dict(message_dtype="bfloat16")))
+    assert half == pytest.approx(one / 2, rel=1e-3)
     rounds = RoundsConfig(every_steps=1, delay=1, tracking=True)
-    tracking = seconds(algorithm="rounds", rounds=rounds)
-    assert tracking == pytest.approx(2 * one, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"policy": ThinningPolicy()}, "as the run goes on, and has no c"),
-    ],
-)
-def test_what_the_clock_would_ignore_is_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
-        Clock(compute="1s").run(changed(RING, **changes), 0)
+    tracking = changed(RING, step=dict(algorithm="rounds"), rounds=rounds)
+    assert sent_seconds(tracking) == pytest.approx(2 * one, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -389,22 +381,20 @@ def test_late_workers_delay_a_mean_of_all():
 
 def test_rounds_have_a_clock():
     """A round of every fourth step waits for a quarter of the messages."""
-    step = changed(RING.step, algorithm="rounds", message_dtype=None)
-    clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
-
-    def seconds(**rounds) -> float:
-        config = changed(RING, step=step, num_steps=16)
-        config = changed(config, rounds=RoundsConfig(**rounds))
-        return clock.run(config, 0).times.end.max()
-
-    each_step, fourth = seconds(every_steps=1), seconds(every_steps=4)
+    config = changed(RING, step=dict(algorithm="rounds"), num_steps=16)
+    each_step, fourth, coded = (
+        sent_seconds(changed(config, rounds=RoundsConfig(**rounds)))
+        for rounds in (
+            {"every_steps": 1},
+            {"every_steps": 4},
+            {"every_steps": 4, "codec": "int8"},
+        )
+    )
     assert fourth == pytest.approx(each_step / 4, rel=1e-3)
     # A leaf of one number sends a byte, and a scale of four.
-    coded = seconds(every_steps=4, codec="int8")
     assert coded == pytest.approx(fourth * 5 / 4, rel=1e-3)
-    config = changed(by_peers(RING, "arrived"), step=step)
     with pytest.raises(ValueError, match="rounds by peers that wait for no quorum"):
-        clock.run(config, 0)
+        Clock(compute="1us").run(changed(config, exchange=PeerExchange()), 0)
 
 
 def test_fields_are_options_of_a_comparison():
@@ -454,10 +444,9 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
         step=dict(algorithm="rounds", message_dtype=None),
         rounds=RoundsConfig(every_steps=4, outer="nesterov", codec="int8"),
     )
-    clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
     # Two rounds, of two leaves of 5 bytes, at 125 bytes a second to each other worker.
     wanted = 2 * (num_workers - 1) * 2 * 5 / 125
-    assert clock.run(config, 0).times.end.max() == pytest.approx(wanted, rel=1e-3)
+    assert sent_seconds(config) == pytest.approx(wanted, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -615,33 +604,21 @@ def test_each_config_is_at_its_best_by_the_score_of_the_comparison(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("tune", "words"),
-    [
-        ((("optimizer.learning-rate",),), "needs a field and several different value"),
-        ((("num-steps", "3", "3"),), "needs a field and several different values"),
-        ((("optimizer.b2", "0.1", "1e-1"),), "needs a field and several different val"),
-        ((("num-steps", "3"),), "choose from, such as .*, got num-steps 3$"),
-        ((("num-steps", "3", "4"),) * 2, "--tune needs different fields"),
-        ((("num-steps", "3", "many"),), "--tune: num-steps cannot be many"),
-        ((("num-stops", "3", "4"),), "a config has no field num-stops"),
-    ],
-)
-@pytest.mark.parametrize("budget", [None, 4])
-def test_grids_of_no_sense_get_a_sentence(tune, words, budget, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        compare((LINE_FILE,), tune=tune, budget=budget, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
     ("tune", "budget", "words"),
     [
+        ((("optimizer.learning-rate",),), None, "needs a field and several different"),
+        ((("num-steps", "3", "3"),), 4, "needs a field and several different values"),
+        ((("optimizer.b2", "0.1", "1e-1"),), None, "needs a field and several differe"),
+        ((("num-steps", "3"),), 4, "choose from, such as .*, got num-steps 3$"),
+        ((("num-steps", "3", "4"),) * 2, None, "--tune needs different fields"),
+        ((("num-steps", "3", "many"),), None, "--tune: num-steps cannot be many"),
+        ((("num-stops", "3", "4"),), 4, "a config has no field num-stops"),
         ((("num-steps", "3", "4"),), 0, "got 0 and 1 field"),
         ((("num-steps", "3", "4"),), -1, "got -1 and 1 field"),
         ((), 3, "a budget is at least 1 choice of the values of --tune, got 3 and 0 f"),
     ],
 )
-def test_budgets_of_no_sense_get_a_sentence(tune, budget, words, tmp_path):
+def test_grids_of_no_sense_get_a_sentence(tune, budget, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         compare((LINE_FILE,), tune=tune, budget=budget, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -742,6 +719,11 @@ def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
             "got ['digits_dadam_aer', 'digits_dadam_complete', 'digits_dadam_aer']",
         ),
         ((LINE_FILE,), {"vary": (("topology.name",),)}, "needs a field and its values"),
+        (
+            (LINE_FILE,),
+            {"vary": (("topology.nam", "ring"),)},
+            "did you mean name in pl",
+        ),
     ],
 )
 def test_nothing_to_compare_gets_a_sentence(configs, options, message, tmp_path):
@@ -754,11 +736,6 @@ def test_a_value_that_is_none_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare((LINE_FILE,), vary=(("topology.name", "pentagram"),), out=tmp_path)
     assert "pentagram" in capsys.readouterr().err
-
-
-def test_a_field_that_is_none_is_named(tmp_path):
-    with pytest.raises(ValueError, match="did you mean name in place of nam"):
-        compare((LINE_FILE,), vary=(("topology.nam", "ring"),), out=tmp_path)
 
 
 # Hours of sleep that two drugs gave ten people: Student (1908), The probable error of

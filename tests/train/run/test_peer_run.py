@@ -25,11 +25,9 @@ from tests.jobs import (
     LONG,
     RING,
     RUN_JOB,
-    SAVE,
     ended,
     job_of,
     launch,
-    read_pids,
     relaunch,
     started,
     wait_until,
@@ -164,15 +162,11 @@ def test_a_run_that_waited_for_nobody_is_repeated(way, tmp_path, capsys):
         replay(tmp_path)
 
 
-def test_an_elastic_run_is_not_repeated():
-    ring = TopologyConfig(name="ring")
-    elastic = PeerExchange(elastic=True)
+def test_an_elastic_run_or_one_without_peers_is_not_repeated(tmp_path):
+    ring, elastic = TopologyConfig(name="ring"), PeerExchange(elastic=True)
     config = changed(line.config, topology=ring, exchange=elastic)
     with pytest.raises(ValueError, match="an elastic run is not repeated: its recor"):
         repeat(config, config.task.build(), [], lambda *_: None)
-
-
-def test_only_a_run_of_peers_is_repeated(tmp_path):
     with pytest.raises(ValueError, match="holds no run of peers"):
         replay(tmp_path)
 
@@ -188,21 +182,15 @@ def test_a_page_draws_the_processes_of_a_run(finished):
     assert {event["pid"] for event in trace} == {0, 1}
 
 
-def test_a_log_says_what_was_mixed_and_who_is_alive(finished):
+def test_a_log_says_what_was_mixed_and_all_share_one_config(finished):
     run_dir, _ = finished
+    assert column(run_dir / "process-1", "models_mixed") == 12 * [2]
+    assert column(run_dir / "process-1", "models_age") == 12 * [0]
     rows = read_metrics(run_dir / "process-1")
-    of_steps = [row for row in rows if "loss" in row]
-    assert [row["models_mixed"] for row in of_steps] == 12 * [2]
-    assert [row["models_age"] for row in of_steps] == 12 * [0]
     assert not any("consensus_distance" in row for row in rows)
     assert next(row["alive"] for row in rows if "alive" in row) == [0, 1]
-
-
-def test_all_processes_share_one_config(finished):
-    run_dir, _ = finished
     job = json.loads((run_dir / "config.json").read_text())["distributed"]
-    assert job["process_id"] is None
-    assert job["num_processes"] == 2
+    assert (job["process_id"], job["num_processes"]) == (None, 2)
     with pytest.raises(ValueError, match="is a run of 2 processes, got 4"):
         train(as_process(0, 4), run_dir)
     with pytest.raises(ValueError, match="holds a run of peers: go on with"):
@@ -372,15 +360,8 @@ def test_a_peer_of_another_config_is_named(tmp_path):
 @needs_root
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_path):
-    emulate = (
-        sys.executable,
-        "-m",
-        "train.emulate",
-        "--nodes",
-        "2",
-        "--rate",
-        "100mbit",
-    )
+    words = "-m train.emulate --nodes 2 --rate 100mbit"
+    emulate = (sys.executable, *words.split())
     run = (sys.executable, "-m", "train", "tests/line.py", "--run-dir", str(tmp_path))
     options = (*RING, "--workers.num-workers", "2", "--exchange.bind", "eth0")
     options += ("--exchange.patience", "None", "--distributed.enabled")
@@ -520,15 +501,6 @@ def test_peers_go_on_where_one_fails():
     assert re.fullmatch("error: process [02] ended first, [a-zA-Z0-9 ]+", end)
 
 
-def test_stopped_peers_end_as_any_job():
-    with job_of(SAVE, SAVE, program=RUN_PEERS) as job:
-        read_pids(job, 2)
-        job.terminate()
-        out, _ = job.communicate(timeout=100)
-    assert job.returncode == 0
-    assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
-
-
 @pytest.mark.slow
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
     task = changed(line.config.task, poison_step=3, poison_worker=1)
@@ -634,17 +606,11 @@ def test_what_takes_collectives_is_refused_at_once(changes, words):
 
 
 def test_groups_without_a_mean_of_all_are_refused():
-    exchange = GroupExchange()
-    for topology in (
-        TopologyConfig(name="ring"),
-        TopologyConfig(name="butterfly_groups"),
-    ):
-        words = 'needs topology.name = "butterfly_groups" and topology.mean_every'
+    words = 'needs topology.name = "butterfly_groups" and topology.mean_every'
+    for name in ("ring", "butterfly_groups"):
+        own = {"exchange": GroupExchange(), "topology": TopologyConfig(name=name)}
         with pytest.raises(ValueError, match=words):
-            as_process(0, 2, exchange=exchange, topology=topology)
-
-
-def test_a_patience_is_not_negative():
+            as_process(0, 2, **own)
     with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
         PeerExchange(patience=-1.0)
 
@@ -677,6 +643,8 @@ def test_the_place_is_slurms_where_it_is_not_given(monkeypatch):
     assert peer_place(config) == (3, 4, range(3, 4))
     assert process_place(config) == (3, 4)
     assert process_place(line.config) == (0, 1)
+    assert address_of("lo") == "127.0.0.1"
+    assert address_of("10.1.2.3:40") == "10.1.2.3:40"
 
 
 @pytest.mark.slow
@@ -698,11 +666,6 @@ def test_peers_share_what_is_trained_and_not_where_and_how_patiently():
     assert peer_run.digest(as_process(1, 2, exchange=patient)) == own
     assert peer_run.digest(as_process(0, 2, seed=1)) != own
     assert peer_run.digest(as_process(0, 2, exchange=AutoExchange())) != own
-
-
-def test_an_interface_has_an_address():
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("10.1.2.3:40") == "10.1.2.3:40"
 
 
 def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):

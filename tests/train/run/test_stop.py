@@ -33,13 +33,12 @@ SLOWLY = ("--num-steps=100000", "--task.step-seconds=0.02")
 
 
 @contextlib.contextmanager
-def training(run_dir: Path, *options: str, under: tuple[str, ...] = (), **how):
-    """A real process that trains a line; killed where the test has not ended it."""
-    command = [sys.executable, "-m", "train", "tests/line.py", "--run-dir", run_dir]
+def running(*command: object, **how):
+    """A real process, killed where the test has not ended it."""
     process = subprocess.Popen(
-        [*under, *command, *options],
+        list(map(str, command)),
         cwd=ROOT,
-        env=os.environ | {"NPROC": "2"},
+        env=os.environ | {"NPROC": "2", "PYTHONPATH": str(ROOT)},
         text=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how},
     )
@@ -48,6 +47,12 @@ def training(run_dir: Path, *options: str, under: tuple[str, ...] = (), **how):
             yield process
         finally:
             process.kill()
+
+
+def training(run_dir: Path, *options: str, config="tests/line.py", under=(), **how):
+    """A real process that trains a line."""
+    train = (*under, sys.executable, "-m", "train", config, "--run-dir", run_dir)
+    return running(*train, *options, **how)
 
 
 def wait_for(run_dir: Path, step: int, process: subprocess.Popen) -> None:
@@ -174,9 +179,9 @@ config = dataclasses.replace(tests.line.config, on_step=fail)
 def test_a_run_that_fails_ends_whatever_its_threads_wait_for(tmp_path):
     """As orbax's do for ten minutes, where a file could not be written."""
     (tmp_path / "config.py").write_text(FAILS_BESIDE_A_THREAD)
-    run = ["-m", "train", tmp_path / "config.py", "--run-dir", tmp_path / "run"]
-    done = subprocess.run([sys.executable, *run], cwd=ROOT, timeout=LONG)
-    assert done.returncode == 70
+    with training(tmp_path / "run", config=tmp_path / "config.py") as process:
+        process.communicate(timeout=LONG)
+    assert process.returncode == 70
 
 
 @pytest.mark.slow
@@ -216,20 +221,10 @@ def test_a_signal_while_a_run_imports_ends_it_with_nothing_lost(number, tmp_path
 def test_a_signal_while_a_run_is_set_up_ends_it_with_nothing_lost(tmp_path):
     """As where a corpus takes long to read."""
     (tmp_path / "config.py").write_text(SETS_UP_SLOWLY)
-    command = [sys.executable, "-m", "train", tmp_path / "config.py"]
-    with subprocess.Popen(
-        [*command, "--run-dir", tmp_path / "run"],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            read_until(process, "reading")
-            process.send_signal(signal.SIGTERM)
-            output, errors = ended(process)
-        finally:
-            process.kill()
+    with training(tmp_path / "run", config=tmp_path / "config.py") as process:
+        read_until(process, "reading")
+        process.send_signal(signal.SIGTERM)
+        output, errors = ended(process)
     assert process.returncode == 0, errors
     assert output == f"{NOTHING_LOST}\n"
     assert not (tmp_path / "run").exists()
@@ -290,23 +285,13 @@ with Stop():
 @pytest.mark.slow
 def test_a_second_signal_ends_what_runs_no_handler():
     """As a compiler: Python's handlers would run once it is done, in an hour."""
-    with subprocess.Popen(
-        [sys.executable, "-c", IN_NATIVE_CODE],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            read_until(process, "ready")
-            process.send_signal(signal.SIGINT)
-            time.sleep(1.5 * REPEAT_SECONDS)  # Else they count as one.
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            ended(process)
-        finally:
-            process.kill()
+    with running(sys.executable, "-c", IN_NATIVE_CODE) as process:
+        read_until(process, "ready")
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5 * REPEAT_SECONDS)  # Else they count as one.
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        ended(process)
     assert process.returncode == -signal.SIGINT
 
 
