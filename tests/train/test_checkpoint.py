@@ -340,11 +340,7 @@ def test_a_model_is_exported_with_its_config(choice, trained, tmp_path, capsys):
         np.testing.assert_array_equal(arrays[name], x)
     with safe_open(path, "np") as file:
         whose = "mean" if worker is None else "worker 3"
-        assert file.metadata() == {
-            "format": "decentjax",
-            "model": whose,
-            "step": "12",
-        }
+        assert file.metadata() == {"format": "decentjax", "model": whose, "step": "12"}
     fields = json.loads(path.with_suffix(".json").read_text())
     assert fields == json.loads((trained / "config.json").read_text())
     assert f"{whose} of step 12, " in capsys.readouterr().out

@@ -127,11 +127,7 @@ def test_an_existing_folder_is_refused_before_any_work(pairs, tmp_path):
     out.mkdir()
     (out / "mine").write_text("dear")
     (tmp_path / "train.de").unlink()  # Which nothing has asked for yet.
-    for kind in (
-        ["pairs", *pairs],
-        ["text", tmp_path / "train.en"],
-        ["wmt14"],
-    ):
+    for kind in (["pairs", *pairs], ["text", tmp_path / "train.en"], ["wmt14"]):
         message = failed(*kind, "--out", out)
         assert message.startswith(f"error: {out} already exists")
     assert (out / "mine").read_text() == "dear"

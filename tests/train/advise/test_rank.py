@@ -23,13 +23,7 @@ from tests.configs import changed
 from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import advice_report, rank
-from train.advise.rank import (
-    Prediction,
-    advise,
-    candidates,
-    fitting,
-    predict,
-)
+from train.advise.rank import Prediction, advise, candidates, fitting, predict
 from train.advise.setting import Flags, Setting
 from train.cli.progress import over
 from train.config import TopologyConfig, WorkersConfig
@@ -264,11 +258,7 @@ ANY_NUMBER = {
 
 @pytest.mark.parametrize(
     ("num_workers", "fits"),
-    [
-        (5, ANY_NUMBER),
-        (7, ANY_NUMBER),
-        (6, ANY_NUMBER | {"one_peer_ring", "torus"}),
-    ],
+    [(5, ANY_NUMBER), (7, ANY_NUMBER), (6, ANY_NUMBER | {"one_peer_ring", "torus"})],
 )
 def test_without_a_power_of_two_some_topologies_fit(num_workers, fits):
     fit, unfit = fitting(num_workers, 1)

@@ -27,12 +27,7 @@ from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.sections import kind_of, take_sections
-from train.config import (
-    Config,
-    RoundsConfig,
-    StepConfig,
-    TopologyConfig,
-)
+from train.config import Config, RoundsConfig, StepConfig, TopologyConfig
 
 QUALITY = load_config(Path("quality_ring"))
 MODEL, COMPUTE = 4e6, 0.1
@@ -55,10 +50,7 @@ def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> C
 
 
 ROUNDS = {"algorithm": "rounds", "every_steps": 4}
-TRACKING = {
-    **{"algorithm": "rounds", "every_steps": 1, "delay": 1},
-    "tracking": True,
-}
+TRACKING = {**{"algorithm": "rounds", "every_steps": 1, "delay": 1}, "tracking": True}
 RATE = 2e6  # A model takes 2 s.
 
 

@@ -306,16 +306,8 @@ PROMISES = [
         """,
         "code 0, not with code 71",
     ),
-    (
-        "kill, elastic",
-        KEEPS_ITS_OWN,
-        "another model",
-    ),
-    (
-        "freeze, elastic",
-        KEEPS_ITS_OWN,
-        "another model",
-    ),
+    ("kill, elastic", KEEPS_ITS_OWN, "another model"),
+    ("freeze, elastic", KEEPS_ITS_OWN, "another model"),
     (
         "freeze, elastic",
         """

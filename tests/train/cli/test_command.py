@@ -408,8 +408,7 @@ def test_what_the_system_refuses_is_a_sentence_with_the_path(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--seed", 2**64), ("--num-steps", 10**18), ("--seed", 2**32)],
+    ("option", "value"), [("--seed", 2**64), ("--num-steps", 10**18), ("--seed", 2**32)]
 )
 def test_numbers_that_jax_would_cut_are_refused(option, value):
     """The key of a seed is that of its last 32 bits."""

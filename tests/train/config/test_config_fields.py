@@ -17,13 +17,7 @@ from tests.checkout import ROOT
 from tests.configs import changed
 from tests.paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 from train.cli.sections import KINDS, kind_of
-from train.config import (
-    Config,
-    RoundsConfig,
-    StepConfig,
-    TopologyConfig,
-    WorkersConfig,
-)
+from train.config import Config, RoundsConfig, StepConfig, TopologyConfig, WorkersConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

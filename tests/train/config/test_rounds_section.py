@@ -56,10 +56,7 @@ MORE = {
         RoundsConfig(every_steps=5, outer="heavy_ball", momentum=0.5),
         {"topology": TopologyConfig(name="random_matching")},
     ),
-    "muloco": (
-        METHODS["diloco"],
-        {"optimizer": changed(NOISY.optimizer, name="muon")},
-    ),
+    "muloco": (METHODS["diloco"], {"optimizer": changed(NOISY.optimizer, name="muon")}),
     "choco": (
         RoundsConfig(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
         {"topology": TopologyConfig(name="ring")},
@@ -154,10 +151,7 @@ D2 = {
     "optimizer": changed(SGD, name="exact_diffusion"),
 }
 ATC = {"step": StepConfig(algorithm="atc")}
-ONES = {
-    "step": StepConfig(algorithm="rounds"),
-    "rounds": RoundsConfig(every_steps=1),
-}
+ONES = {"step": StepConfig(algorithm="rounds"), "rounds": RoundsConfig(every_steps=1)}
 
 
 @pytest.mark.slow

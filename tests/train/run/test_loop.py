@@ -53,17 +53,10 @@ GOLDEN_LOSSES = [
 ]
 GOLDEN_SQUARE = 12470.719955
 SMALL_RUN = [
-    "configs/quickstart.py",
-    "--num-steps=300",
-    "--workers.num-workers=4",
-    "--task.model.width=16",
-    "--task.model.num-layers=1",
-    "--task.model.dropout=0.1",
-    "--task.model.context=8",
-    "--task.num-eval-windows=8",
-    "--task.sample-bytes=4",
-    "--checkpoint.every-steps=40",
-    "--log.every-steps=1",
+    *("configs/quickstart.py", "--num-steps=300", "--workers.num-workers=4"),
+    *("--task.model.width=16", "--task.model.num-layers=1", "--task.model.dropout=0.1"),
+    *("--task.model.context=8", "--task.num-eval-windows=8", "--task.sample-bytes=4"),
+    *("--checkpoint.every-steps=40", "--log.every-steps=1"),
     "--evaluation.every-steps=150",
 ]
 

@@ -72,11 +72,7 @@ def test_an_update_that_is_not_finite_is_dropped_whole(wrong):
     assert found.opt_state[0].total == (wrong == "gradient")
 
 
-PLACES = {
-    "simulated": {},
-    "mesh": {"where": "mesh"},
-    "background": {"where": "mesh"},
-}
+PLACES = {"simulated": {}, "mesh": {"where": "mesh"}, "background": {"where": "mesh"}}
 
 
 @pytest.mark.slow

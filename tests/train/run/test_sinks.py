@@ -344,18 +344,8 @@ def test_sinks_of_a_config_file_are_used(tmp_path):
     )
     folder = str(tmp_path / "run")
     main([str(file), "--num-steps", "4", "--run-dir", folder])
-    main(
-        [
-            "--resume",
-            folder,
-            "--num-steps",
-            "6",
-            "--trust",
-            str(file),
-            "--trust",
-            "tests.line",
-        ]
-    )
+    again = f"--resume {folder} --num-steps 6 --trust {file} --trust tests.line"
+    main(again.split())
     steps = (tmp_path / "run" / "mine.txt").read_text().split()
     assert steps == ["1", "2", "3", "4", "4", "5", "6", "6"]
     file.write_text("from tests.line import config\nsinks = 3\n")

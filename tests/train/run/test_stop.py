@@ -15,12 +15,7 @@ from tests.checkout import ROOT
 from tests.machines import small_disk
 from tests.run_folders import column
 from train.cli.command import SaveError
-from train.job.signals import (
-    NOTHING_LOST,
-    REPEAT_SECONDS,
-    STOP_SIGNALS,
-    stop_together,
-)
+from train.job.signals import NOTHING_LOST, REPEAT_SECONDS, STOP_SIGNALS, stop_together
 from train.plain_files import write_whole
 from train.run.resume import saved_config
 from train.run.stop import Stop

@@ -22,11 +22,7 @@ from tests.configs import changed
 from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.load import load_config
-from train.config import (
-    InStepExchange,
-    StepConfig,
-    WorkersConfig,
-)
+from train.config import InStepExchange, StepConfig, WorkersConfig
 from train.data.grid_maps import (
     HEADINGS,
     distances,

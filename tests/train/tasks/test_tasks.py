@@ -15,12 +15,7 @@ from tests import tiny
 from tests.configs import changed
 from tests.trees import assert_close
 from train.cli.config_json import from_fields, to_json
-from train.config import (
-    Config,
-    OptimizerConfig,
-    StepConfig,
-    TopologyConfig,
-)
+from train.config import Config, OptimizerConfig, StepConfig, TopologyConfig
 from train.data.batches import say_once
 from train.data.digit_images import read_digits
 from train.data.pairs import make_corpus, ragged
