@@ -16,7 +16,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from tests import tiny
 from tests.checkout import ROOT
-from tests.jobs import processes_with, wait_until
+from tests.jobs import processes_with, python, started, wait_until
 from tests.machines import needs_root
 from tests.run_folders import column
 from train.emulate import main
@@ -389,14 +389,7 @@ for rate in ("none", "200mbit"):
     assert os.stat("/proc/self/ns/pid").st_ino == os.stat(
         "/proc/self/ns/pid_for_children").st_ino
 """
-    job = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert job.returncode == 0, job.stderr
+    job = python("-W", "error", "-c", code)
     assert job.stdout.splitlines() == 2 * ["b'node1 hears 1\\n'"]
 
 
@@ -416,16 +409,11 @@ def job(worker):
 
 sys.exit(in_cluster(EmulatedCluster(nodes=1), job))
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE
-    ) as job:
-        try:
-            assert job.stdout is not None
-            assert job.stdout.readline() == b"ready\n"
-            job.send_signal(signal.SIGTERM)
-            assert job.communicate(timeout=60)[0] == b"unwound\n"
-        finally:
-            job.kill()
+    with started(sys.executable, "-c", code) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.send_signal(signal.SIGTERM)
+        assert job.communicate(timeout=60)[0] == "unwound\n"
     assert job.returncode == 128 + signal.SIGTERM
 
 

@@ -15,6 +15,7 @@ from decentjax import mean_model
 from tests import tiny
 from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import python
 from tests.trees import assert_close
 from train.__main__ import main as resume
 from train.checkpoint import main as export
@@ -194,14 +195,8 @@ def test_a_checkpoint_of_another_model_is_refused(finished):
 def test_the_commands_run_and_say_what_is_wrong(command, finished, tmp_path):
     run_dir, _ = finished
     for folder, code in ((run_dir, 0), (tmp_path, 1)):
-        result = subprocess.run(
-            [sys.executable, "-m", f"train.{command}", str(folder)],
-            input="def main\n",
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == code, result.stderr
+        words = ("def main",) * (command == "generate")
+        result = python("-m", f"train.{command}", folder, *words, code=code)
         assert "Traceback" not in result.stderr
         if code:
             assert "holds no run" in result.stderr

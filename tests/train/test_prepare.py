@@ -1,30 +1,14 @@
 """The command that makes data ready: a real process, and every way it can go wrong."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.jobs import python
 from train.data.pairs import read_corpus
 from train.data.token_files import read_tokens
 from train.prepare import main
-
-
-def prepare(*arguments: object) -> str:
-    """What the command prints, as a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "train.prepare", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -46,7 +30,7 @@ def pairs(tmp_path) -> list[object]:
 @pytest.mark.slow
 def test_text_files_become_a_corpus(pairs, tmp_path):
     out = tmp_path / "data" / "corpus"
-    printed = prepare("pairs", *pairs, "--out", out)
+    printed = python("-m", "train.prepare", "pairs", *pairs, "--out", out).stdout
     corpus = read_corpus(out)
     assert len(corpus.train) == 37
     assert "37 pairs" in printed
@@ -62,7 +46,8 @@ def test_text_files_become_tokens(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"fine\n\xff")
     out = tmp_path / "out"
     options = ["--vocabulary", 270, "--held-out-share", 0.1, "--out", out]
-    printed = prepare("text", tmp_path / "a.txt", tmp_path / "b.txt", *options)
+    files = (tmp_path / "a.txt", tmp_path / "b.txt")
+    printed = python("-m", "train.prepare", "text", *files, *options).stdout
     train, held_out = read_tokens(out)
     assert f"training tokens  {len(train):,}" in printed
     assert f"held-out tokens  {len(held_out):,}" in printed

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -15,8 +13,8 @@ import pytest
 from decentjax import Lowering, runtime, topology, worker_mesh
 from decentjax.runtime import Cluster
 from tests import tiny
-from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import ended, started
 from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import measure
@@ -27,10 +25,8 @@ from train.config import TopologyConfig, WorkersConfig
 
 TINY_FILE = Path(tiny.__file__)
 FREE = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
-# Without the tests' own devices and threads, and without optimization, as the speed of
-# the compiled programs is not tested.
-ENV = {k: v for k, v in os.environ.items() if k != "NPROC"}
-ENV |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+# Without optimization, as the speed of the compiled programs is not tested.
+FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def on_mesh(nodes: int, per_node: int, **changes):
@@ -271,9 +267,9 @@ def test_what_cannot_be_measured(options, sentence, monkeypatch, tmp_path, capsy
     # The tests have their devices already.
     monkeypatch.setattr(program, "provide_cpu_devices", lambda count: None)
     given = ["--measure", str(TINY_FILE), *options.split(), "--out", str(tmp_path)]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         program.main(given)
-    said = f"{ended.value} {capsys.readouterr().err}"
+    said = f"{raised.value} {capsys.readouterr().err}"
     assert sentence in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
@@ -310,18 +306,8 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
 
 def run(*command: str) -> str:
     """What a command that ends well has printed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert ended.returncode == 0, ended.stdout
-    assert "Traceback" not in ended.stdout
-    return ended.stdout
+    with started(sys.executable, "-m", *command, **FAST) as process:
+        return ended(process)
 
 
 def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) -> dict:

@@ -17,6 +17,7 @@ from decentjax.distributed.rendezvous import MissingError
 from tests import tiny
 from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import python
 from train.__main__ import main as train_main
 from train.cli.command import command, sentence
 from train.cli.config_json import read_config, to_json
@@ -529,8 +530,7 @@ def test_a_command_without_a_task_loads_no_model(command):
         "try:\n    __main__.main()\nexcept SystemExit:\n    pass\n"
         "assert 'jax' in sys.modules and 'flax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", program)
 
 
 @pytest.mark.parametrize(

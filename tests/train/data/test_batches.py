@@ -3,8 +3,6 @@
 import collections
 import functools
 import multiprocessing
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from configs.wagma import wagma_digits as wagma
 from tests import line
 from tests.configs import changed
+from tests.jobs import python
 from train.config import DataConfig
 from train.data.batches import Unreadable, deal, feed, worker_steps
 from train.run.build import build_steps
@@ -232,14 +231,7 @@ def test_an_error_in_a_process_arrives():
 def test_a_script_that_closes_nothing_ends_cleanly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        env={"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-W", "error", script)
     assert int(done.stdout) == 2 * sum(range(6))
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr

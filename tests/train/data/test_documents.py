@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkout import ROOT
+from tests.jobs import python
 from train.data import text_files
 from train.data.documents import TextFiles
 from train.data.pairs import ParallelFiles
@@ -316,13 +316,7 @@ def test_a_file_is_never_in_memory_as_a_whole(name, tmp_path):
         data = b"[" + data.replace(b"\n", b",\n") + b"]"
     data = gzip.compress(data, 1) if name.endswith("gz") else data
     (tmp_path / name).write_bytes(by_zstd(data) if name.endswith("zst") else data)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / name)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", MEMORY, tmp_path / name)
     count, kilobytes = map(int, done.stdout.split())
     assert count == 30_000
     assert kilobytes < 20_000

@@ -4,8 +4,6 @@ import functools
 import io
 import os
 import pickle
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.configs import changed
+from tests.jobs import python
 from train.config import Config
 from train.data import images
 from train.data.batches import Unreadable, say_once
@@ -507,9 +506,5 @@ def test_without_the_extra_its_name_is_said():
         "from train.data.hub_datasets import read_splits\n"
         "with command(): read_splits('x', None, 0.1)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert done.stderr == (
-        "error: this needs the package datasets: pip install 'decentjax[datasets]'\n"
-    )
+    words = "this needs the package datasets: pip install 'decentjax[datasets]'"
+    assert python("-c", code, code=1).stderr == f"error: {words}\n"

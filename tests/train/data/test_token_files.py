@@ -5,8 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.configs import changed
+from tests.jobs import python
 from train.data import token_files as text_module
 from train.data.files import visible
 from train.data.token_files import (
@@ -302,25 +301,15 @@ def test_a_run_on_text_needs_the_text_no_more(files, tmp_path):
     run = tmp_path / "run"
     sizes = ("--workers.num-workers", "2", "--workers.workers-per-node", "1")
     more = ("--task.model.context", "8", "--task.model.vocabulary", "9", "--bs", "2")
-
-    def call(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "decentjax", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-        )
-
     given = ("--task.data", files, "--num-steps", "4", *sizes, *more)
-    done = call("train", "text", *given, "--run-dir", run)
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "decentjax", "train", "text", *given, "--run-dir", run)
     assert "--num-steps is short: the warm-up takes 2 steps, not 50" in done.stdout
     task = json.loads((run / "config.json").read_text())["task"]
     assert (task["tokens"], task["model"]["vocabulary"]) == ("bytes", 256)
     # A run of an earlier version has not written what its tokens are, and resumes.
     assert trained_by({"task": {"tokens": "auto", "x": 1}}) == {"task": {"x": 1}}
     shutil.rmtree(files)
-    done = call("generate", run, "Doku", "--tokens", "5")
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "decentjax", "generate", run, "Doku", "--tokens", "5")
     assert done.stdout.startswith("Doku")
 
 

@@ -1,9 +1,7 @@
 """Runs whose workers have several devices: FSDP inside, exchanges between."""
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import AXIS, worker_mesh
 from tests import slices, tiny
-from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import ended, launch
 from tests.run_folders import column
 from tests.slices import config_of
 from tests.trees import assert_close
@@ -88,7 +86,7 @@ def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
 )
 def test_a_run_goes_on_with_other_devices(name, before, after, runs, tmp_path):
     folder = tmp_path / "run"
-    subprocess.run(["cp", "-r", runs[name], folder], check=True)
+    shutil.copytree(runs[name], folder)
     old = state_of(config_of(before), folder)
     new = state_of(config_of(after), folder)
     assert_close(old.params, new.params)
@@ -125,17 +123,9 @@ def test_other_methods_train_slices_too(algorithm, tmp_path):
 )
 def test_a_job_trains_slices(options, said, count, folders, runs, tmp_path):
     folder = tmp_path / "run"
-    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-    command = [sys.executable, "-m", "decentjax", "launch", "-n", "2", str(SLICES)]
-    done = subprocess.run(
-        [*command, "--exchange", *options, "--run-dir", str(folder)],
-        env=env | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert said in done.stdout
+    own = ("--exchange", *options)
+    with launch(2, folder, *own, config=str(SLICES)) as job:
+        assert said in ended(job)
     facts = json.loads((folder / folders[0] / "run.json").read_text())
     assert facts["devices"].startswith(f"{count} x ")
     wanted, *found = (

@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from decentjax import gossip, topology, worker_mesh
 from tests import job_line, tiny
 from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import LONG, TRAIN, ended, started
 from tests.run_folders import column
 from tests.trees import same
 from train.__main__ import load_config, main
@@ -89,25 +89,9 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "small"
-    finish(start(*SMALL_RUN, "--run-dir", run_dir))
+    with started(*TRAIN, *SMALL_RUN, "--run-dir", str(run_dir)) as process:
+        ended(process)
     return run_dir
-
-
-def start(*arguments: str | Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "train", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen, returncode: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == returncode, output
-    return output
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
@@ -122,18 +106,20 @@ def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     run_dir = tmp_path / "stopped"
     for number, step, command in [
         (signal.SIGTERM, random.randrange(1, 100), SMALL_RUN),
-        (signal.SIGKILL, 190, ["--resume", run_dir]),
+        (signal.SIGKILL, 190, ["--resume", str(run_dir)]),
     ]:
-        options = ["--run-dir", run_dir] if command is SMALL_RUN else []
-        process = start(*command, *options)
-        wait_for_step(run_dir, step, process)
-        process.send_signal(number)
-        output = finish(process, returncode=0 if number == signal.SIGTERM else -number)
+        options = ["--run-dir", str(run_dir)] if command is SMALL_RUN else []
+        with started(*TRAIN, *command, *options) as process:
+            wait_for_step(run_dir, step, process)
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=LONG)
+        assert process.returncode == (0 if number == signal.SIGTERM else -number)
         stopped_after = read_metrics(run_dir)[-1]["step"]
         assert step <= stopped_after < 300, "the signal came too late to test anything"
         if number == signal.SIGTERM:
             assert f"stopped after step {stopped_after} of 300" in output
-    finish(start("--resume", run_dir))
+    with started(*TRAIN, "--resume", str(run_dir)) as process:
+        ended(process)
     assert column(run_dir) == column(uninterrupted)
     assert scores(run_dir)[-1] == scores(uninterrupted)[-1]
     assert same(*(saved_state(folder) for folder in (run_dir, uninterrupted)))

@@ -18,7 +18,7 @@ import pytest
 
 from decentjax import WorkerState
 from tests import job_line, line, tiny
-from tests.checkout import ENV, ROOT
+from tests.checkout import ROOT
 from tests.configs import changed
 from tests.ipv6 import has_ipv6
 from tests.jobs import (
@@ -28,6 +28,7 @@ from tests.jobs import (
     ended,
     job_of,
     launch,
+    python,
     relaunch,
     started,
     wait_until,
@@ -695,8 +696,5 @@ def test_the_devices_given_to_a_process_are_those_it_uses():
         "start_peer(as_process(0, 2))\n"
         "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
     )
-    env = {**ENV, "JAX_LOCAL_DEVICE_IDS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", code, JAX_LOCAL_DEVICE_IDS="1")
     assert done.stdout.split() == ["2", "1"], done.stderr

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -22,8 +20,8 @@ import pytest
 import decentjax
 from decentjax import topology
 from tests import tiny_numbers
-from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import python
 from tests.line import config as line
 from tests.run_folders import column
 from train.__main__ import main
@@ -686,14 +684,7 @@ def test_trackio_keeps_the_rows_on_this_machine(tmp_path):
         "print(json.dumps([x['train/loss'] for x in logs if 'train/loss' in x]))\n"
     )
     # It reads where to write when it is imported.
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")},
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", code, TRACKIO_DIR=str(tmp_path / "trackio"))
     rows = read_metrics(tmp_path / "run")
     wanted = [row["loss"] for row in rows if "loss" in row]
     assert json.loads(done.stdout.splitlines()[-1]) == wanted
@@ -729,8 +720,7 @@ def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
     options = ["--num-steps", "10", "--log.profile", "5:10"]
     for words in (trained, [*resumed, *options]):
         assert not (tmp_path / "profile.0").exists()
-        run = [sys.executable, "-m", "decentjax", "train", *words]
-        subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+        python("-m", "decentjax", "train", *words)
     assert traced_steps(tmp_path / "profile.0") == [7, 8, 9]
 
 
@@ -738,8 +728,7 @@ def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
 def test_each_process_of_a_job_has_a_trace_of_its_own(tmp_path):
     words = ["decentjax", "launch", "--processes", "2", "tests/job_line.py"]
     options = ["--log.profile", "4:6", "--num-steps", "8", "--run-dir", str(tmp_path)]
-    run = [sys.executable, "-m", *words, *options]
-    done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = python("-m", *words, *options)
     for process in (0, 1):
         assert traced_steps(tmp_path / f"profile.{process}") == [4, 5]
     assert "4 workers on 2 nodes, 2 processes; awc (adapt" in done.stdout

@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 from decentjax import topology
 from tests.checkout import ROOT
 from tests.configs import changed
+from tests.jobs import python
 from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.config_json import from_fields, sources, to_json
@@ -63,14 +62,7 @@ def test_the_guide_is_40_lines_and_its_commands_run(tmp_path):
     assert [line[0] for line in lines] == ["train", "evaluate", "resume"]
     outputs = []
     for line, short in zip(lines, (SHORT, (), ("--num-steps", "24")), strict=True):
-        done = subprocess.run(
-            [sys.executable, "-m", "decentjax", *line, *short],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        done = python("-m", "decentjax", *line, *short, cwd=tmp_path)
         outputs.append(done.stdout)
     assert "held-out error" in outputs[0]
     assert "sample" not in outputs[0]
