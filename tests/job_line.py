@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.configs import changed
+from tests.changes import changed
 from tests.line import Line
 from tests.line import config as line
 from train.config import (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.configs import changed
+from tests.changes import changed
 from train.config import (
     CheckpointConfig,
     Config,

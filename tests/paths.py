@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests import line
-from tests.configs import changed
+from tests.changes import changed
 from train.config import Config, LogConfig, PeerExchange, StepConfig, WorkersConfig
 from train.run.build import build_mesh
 from train.run.loop import train

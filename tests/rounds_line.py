@@ -6,7 +6,7 @@
 import jax
 import jax.numpy as jnp
 
-from tests.configs import changed
+from tests.changes import changed
 from tests.line import NOISY, Line
 from train.config import RoundsConfig, TopologyConfig
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from decentjax.gossip import MergeRecord, Taken
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from train.cli.config_json import to_json
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import Timeline

@@ -4,7 +4,7 @@
 """
 
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from train.config import TopologyConfig, WorkersConfig
 
 

@@ -3,7 +3,7 @@
 Its batches come in several shapes.
 """
 
-from tests.configs import changed
+from tests.changes import changed
 from tests.tiny import config as tiny
 from train.models.transformer import TransformerConfig
 from train.tasks.numbers import NumbersTask

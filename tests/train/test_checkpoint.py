@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests import line, saving, tiny
+from tests.changes import changed
 from tests.checkout import ENV, ROOT
-from tests.configs import changed
 from tests.jobs import LONG
 from train.checkpoint import main, named
 from train.run.loop import train

@@ -14,7 +14,7 @@ from scipy import stats
 
 from decentjax import __version__
 from tests import job_line, line, tiny
-from tests.configs import changed
+from tests.changes import changed
 from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
 from train.compare import _held_out, _varied, _with_fields, compare

@@ -13,8 +13,8 @@ import pytest
 
 from decentjax import mean_model
 from tests import tiny
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.jobs import python
 from tests.trees import assert_close
 from train.__main__ import main as resume

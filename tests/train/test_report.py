@@ -11,7 +11,7 @@ import pytest
 
 from decentjax import runtime, topology
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from tests.run_folders import make_run, timed
 from train.config import LogConfig, OptimizerConfig
 from train.figures.page import Section, write_page

@@ -13,7 +13,7 @@ import pytest
 from decentjax import Lowering, runtime, topology, worker_mesh
 from decentjax.runtime import Cluster
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import ended, started
 from tests.run_folders import advice_in
 from train.advise import __main__ as program

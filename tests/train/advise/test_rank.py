@@ -18,8 +18,8 @@ import train.__main__
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
 from tests import tiny
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import advice_report, rank

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
-from tests.configs import changed
+from tests.changes import changed
 from train.advise.__main__ import main as advise
 from train.advise.advice_report import say_race
 from train.advise.setting import Setting

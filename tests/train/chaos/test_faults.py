@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from tests import line
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.jobs import LONG, started
 from tests.machines import needs_root
 from train.chaos import jobs, members

@@ -16,7 +16,6 @@ import pytest
 from decentjax.distributed.rendezvous import MissingError
 from tests import tiny
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.jobs import python
 from train.__main__ import main as train_main
 from train.cli.command import command, sentence
@@ -306,8 +305,8 @@ def test_no_field_holds_what_its_annotation_does_not(config):
         wrong += [] if has_floats else [2.5, 2**31]
         for value in wrong:
             with pytest.raises(ValueError, match=rf"^{type(config).__name__}\.{name} "):
-                changed(config, **{name: value})
-        changed(config, **{name: getattr(config, name)})
+                dataclasses.replace(config, **{name: value})
+        dataclasses.replace(config, **{name: getattr(config, name)})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from decentjax.gossip import AutoPatience
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from train.__main__ import main
 from train.cli.changes import with_fields
 from train.cli.config_json import from_defaults, from_fields, to_json

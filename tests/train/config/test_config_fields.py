@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from decentjax import topology
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 from train.cli.sections import KINDS, kind_of
 from train.config import Config, RoundsConfig, StepConfig, TopologyConfig, WorkersConfig

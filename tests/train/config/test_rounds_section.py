@@ -9,7 +9,7 @@ import pytest
 from decentjax.analysis import traffic
 from decentjax.topology import complete
 from tests import line, rounds_line
-from tests.configs import changed
+from tests.changes import changed
 from tests.run_folders import column
 from train.cli.sections import kind_of
 from train.config import (

@@ -9,7 +9,7 @@ import pytest
 
 from configs.wagma import wagma_digits as wagma
 from tests import line
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import python
 from train.config import DataConfig
 from train.data.batches import Unreadable, deal, feed, worker_steps

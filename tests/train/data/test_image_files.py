@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import python
 from train.config import Config
 from train.data import images

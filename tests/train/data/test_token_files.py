@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import python
 from train.data import token_files as text_module
 from train.data.files import visible

@@ -14,8 +14,8 @@ import pytest
 
 from decentjax import analysis, topology, worker_mesh
 from tests import job_line
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from train.config import OptimizerConfig, ThinningPolicy, TopologyConfig, WorkersConfig
 from train.dbench import cost
 from train.dbench.__main__ import dbench

@@ -18,8 +18,8 @@ import pytest
 from jax._src.distributed import global_state
 
 from tests import job_line, rounds_line, tiny_numbers
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.jobs import (
     CONFIG,
     LONG,

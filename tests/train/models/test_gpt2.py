@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from tests.record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from train.checkpoint import main
 from train.data.token_files import SEPARATOR, prepare_text

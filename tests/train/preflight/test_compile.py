@@ -14,8 +14,8 @@ from rich.console import Console
 from decentjax import AXIS, overlap, topology
 from decentjax.overlap import Network
 from tests import tiny
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.gpus import compiled, shapes
 from train.__main__ import load_config
 from train.config import BackgroundExchange, InStepExchange, StepConfig, TopologyConfig

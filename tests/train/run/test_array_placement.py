@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import AXIS, worker_mesh
 from tests import slices, tiny
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import ended, launch
 from tests.run_folders import column
 from tests.slices import config_of

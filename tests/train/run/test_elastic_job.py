@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import line
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import RING, ended, started, wait_until
 from tests.machines import needs_root, small_disk
 from tests.run_folders import alive, last_step, process_id, used

@@ -16,8 +16,8 @@ import pytest
 
 from decentjax import gossip, topology, worker_mesh
 from tests import job_line, tiny
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.jobs import LONG, TRAIN, ended, started
 from tests.run_folders import column
 from tests.trees import same

@@ -17,7 +17,7 @@ from decentjax import (
     worker_mesh,
 )
 from tests import line
-from tests.configs import changed
+from tests.changes import changed
 from tests.trees import assert_close
 from train.config import AutoExchange, BackgroundExchange, StepConfig
 from train.run.loop import train

@@ -11,7 +11,7 @@ import pytest
 
 from decentjax import GradientMean, Rounds, topology
 from tests import line
-from tests.configs import changed
+from tests.changes import changed
 from tests.guide_method import OWN_METHOD
 from tests.trees import assert_close
 from train.__main__ import main

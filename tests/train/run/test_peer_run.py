@@ -18,8 +18,8 @@ import pytest
 
 from decentjax import WorkerState
 from tests import job_line, line, tiny
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.ipv6 import has_ipv6
 from tests.jobs import (
     LONG,

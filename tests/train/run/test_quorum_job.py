@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import line
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import ended, rounds_command, started, wait_until
 from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields

@@ -20,7 +20,7 @@ import pytest
 from decentjax import WorkerState
 from decentjax.optim import ScaleByAccumAdamState
 from tests import job_line, line
-from tests.configs import changed
+from tests.changes import changed
 from tests.line import Growing
 from tests.run_folders import column
 from tests.saving import state_of

@@ -20,7 +20,7 @@ import pytest
 import decentjax
 from decentjax import topology
 from tests import tiny_numbers
-from tests.configs import changed
+from tests.changes import changed
 from tests.jobs import python
 from tests.line import config as line
 from tests.run_folders import column

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.configs import changed
+from tests.changes import changed
 from train.models.gpt import GPT, GPTConfig
 from train.tasks.language import language_task, spread
 from train.tasks.sampling import Sampling

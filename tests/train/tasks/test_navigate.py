@@ -18,7 +18,7 @@ from PIL import Image
 
 from decentjax import over_workers, worker_mesh
 from tests import rooms
-from tests.configs import changed
+from tests.changes import changed
 from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.load import load_config

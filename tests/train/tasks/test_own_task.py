@@ -16,8 +16,8 @@ import optax
 import pytest
 
 from decentjax import topology
+from tests.changes import changed
 from tests.checkout import ROOT
-from tests.configs import changed
 from tests.jobs import python
 from tests.trees import assert_close
 from train.__main__ import main

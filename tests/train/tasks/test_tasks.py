@@ -12,7 +12,7 @@ import pytest
 import sacrebleu
 
 from tests import tiny
-from tests.configs import changed
+from tests.changes import changed
 from tests.trees import assert_close
 from train.cli.config_json import from_fields, to_json
 from train.config import Config, OptimizerConfig, StepConfig, TopologyConfig
