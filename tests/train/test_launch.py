@@ -757,6 +757,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ),
         ("-n 2 --module train --script a.py", "--elastic and --module are for configs"),
         ("-n 2 --places 1 quickstart", "places must be at least 2, the number of pro"),
+        ("-n 2 --places 3 tests/line.py", "for processes that join later: add --elast"),
         ("--processes 0 quickstart", "error: processes must be at least 1, got 0"),
         ("--processes 2 --port 65536 quickstart", "error: port must be from 0 to"),
         ("--processes 2 --port -1 quickstart", "error: port must be from 0"),

@@ -187,13 +187,6 @@ def test_all_reduce_has_no_topology(tmp_path):
     assert "Topology of all" not in page
 
 
-def test_a_row_that_was_cut_off_is_left_out(tmp_path):
-    run = make_run(tmp_path / "run", 2.5)
-    with (run / METRICS).open("a") as file:
-        file.write('{"seconds": 2.0, "st')
-    assert len(read_metrics(run)) == 6
-
-
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"holds no run: it has no config\.json$"):
         write_report([tmp_path], tmp_path / "page.html")

@@ -21,7 +21,7 @@ from tests.jobs import LONG, started
 from tests.machines import needs_root
 from train.chaos import jobs, members
 from train.chaos.__main__ import Row, main, separated
-from train.chaos.faults import FAULTS, Bench
+from train.chaos.faults import Bench
 from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
 from train.chaos.planted import sketch
 from train.figures.members_figure import draw_members, lives, spans
@@ -169,10 +169,6 @@ def test_a_process_trained_from_its_start_to_its_end_but_for_gaps():
     assert spans(two) == [(201.0, 202.0), (217.0, 218.0)]
     figure = draw_members([history], [(103.0, 0, "kill")])
     assert [text.get_text() for text in figure.axes[0].texts] == ["kill"]
-
-
-def test_faults_have_a_name_and_a_promise():
-    assert all(fault.promise for fault in FAULTS.values())
 
 
 def test_faults_may_be_separated_by_commas():

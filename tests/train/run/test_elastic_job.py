@@ -274,18 +274,6 @@ def test_what_needs_all_workers_is_not_elastic(changes, words):
         changed(line.config, **own)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--places", "1"], "places must be at least 2, the number of processes"),
-        (["--places", "3"], "places are for processes that join later: add --elastic"),
-    ],
-)
-def test_places_that_do_not_fit_are_refused(options, words):
-    with pytest.raises(SystemExit, match=words):
-        main(["--processes", "2", *options, "tests/line.py"])
-
-
 def test_a_run_that_is_not_elastic_does_not_become_it(tmp_path):
     config = changed(line.config, exchange=PeerExchange())
     (tmp_path / "config.json").write_text(to_json(config))

@@ -19,7 +19,7 @@ from decentjax import (
 from tests import line
 from tests.changes import changed
 from tests.trees import assert_close
-from train.config import AutoExchange, BackgroundExchange, StepConfig
+from train.config import AutoExchange, BackgroundExchange
 from train.run.loop import train
 from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients
 from train.run.resume import Resume
@@ -119,10 +119,6 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_counted(tmp_path, capsys):
     assert capsys.readouterr().err.count("1 gradients of worker 2") == 2
     whole = train(whole, tmp_path / "whole").state
     assert_close(resumed.params, whole.params)
-
-
-def test_by_default_a_run_stops():
-    assert StepConfig().not_finite == "stop"
 
 
 @pytest.mark.draw(3)

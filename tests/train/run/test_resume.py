@@ -755,15 +755,6 @@ def spoil_state(path: Path) -> None:
             file.write_bytes(b"")
 
 
-def test_where_the_newest_is_broken_it_goes_on_from_the_one_before(run_dir, capsys):
-    wanted = column(run_dir)
-    spoil_state(run_dir / "checkpoints" / "20")
-    assert train(LINE, run_dir, Resume()).step == 20
-    assert "warning: the checkpoint of step 20 of" in capsys.readouterr().err
-    assert steps(run_dir) == [15, 20]
-    assert column(run_dir) == wanted
-
-
 @pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
     """Whoever saved it, it is no better than one that is broken."""

@@ -16,7 +16,6 @@ from tests.machines import small_disk
 from tests.run_folders import column
 from train.cli.command import SaveError
 from train.job.signals import NOTHING_LOST, REPEAT_SECONDS, STOP_SIGNALS, stop_together
-from train.plain_files import write_whole
 from train.run.resume import saved_config
 from train.run.stop import Stop
 from train.store.checkpoints import UNFINISHED, find_checkpoints, verify
@@ -363,14 +362,6 @@ def test_a_folder_is_locked_until_its_run_has_ended(tmp_path):
             saved_config(tmp_path, None)
     with lock(tmp_path):
         pass
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path):
-    path = tmp_path / "file"
-    write_whole(path, "before")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "cut off \ud800")  # Half a character, in no encoding.
-    assert path.read_text() == "before"
 
 
 def test_rows_that_cannot_be_written_are_an_error(tmp_path):

@@ -16,7 +16,6 @@ from train.report import write_report
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
 from train.run.run_info import FACTS, add_results, read_facts
-from train.run.used_record import HEAD, read_used
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import read_timelines
 
@@ -101,14 +100,6 @@ def test_wild_facts_get_a_sentence(facts, words, tmp_path):
     for use in (read_facts, lambda run: add_results(run, sample="x")):
         with pytest.raises(ValueError, match=f"run.json: {re.escape(words)}"):
             use(tmp_path)
-
-
-@pytest.mark.parametrize("cells", ["0,0,0,1,x,0", "0,,0,1,1,0", f"0,0,0,{10**30},0,0"])
-def test_a_wild_row_of_a_record_is_left_out(cells, tmp_path, capfd):
-    text = f"{HEAD}{cells},\n1,0,0,,,,\n"
-    (tmp_path / "used.csv").write_text(text)
-    assert [one.step for one in read_used(tmp_path)] == [1]
-    assert "used.csv: left out 1 broken row" in capfd.readouterr().err
 
 
 def test_a_wild_topology_is_named_with_its_file(tmp_path):
