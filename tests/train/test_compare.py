@@ -15,6 +15,7 @@ from scipy import stats
 from decentjax import __version__
 from tests import job_line, line, tiny
 from tests.changes import changed
+from tests.outcomes import outcome
 from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
 from train.compare import _held_out, _varied, _with_fields, compare
@@ -45,22 +46,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 LINE = changed(job_line.config, num_steps=6, evaluation=EvaluationConfig(every_steps=4))
 LINE_FILE = Path(job_line.__file__)
 LOWER = Headline("loss", better="lower")
-
-
-def outcome(scores, **changes):
-    made = SeedsOutcome(
-        seconds=1.0,
-        losses=[(1, [2.0] * len(scores)), (2, scores)],
-        training_loss=scores,
-        evaluations=[(2, {"loss": scores})],
-        judged={},
-        workers={"loss": [[score, score + 1] for score in scores]},
-        consensus_distance=[0.5] * len(scores),
-        tensors=[],
-        dispersion=[],
-        sent={},
-    )
-    return made._replace(**changes)
 
 
 def strict(text):

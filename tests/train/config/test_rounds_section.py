@@ -237,35 +237,32 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
         ({"exchange": PeerExchange(way="swaps")}, "rounds are averaged as they"),
         (
             {
-                "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),
-                "rounds": RoundsConfig(codec="int8"),
+                "step": dict(algorithm="rounds", message_dtype="bfloat16"),
+                "rounds": dict(codec="int8"),
             },
             "messages have one form",
         ),
         (
-            {"rounds": COPIES, "topology": TopologyConfig(name="one_peer_ring")},
-            "copies of the peers need a graph that never changes, and one_peer_ring",
+            {"rounds": COPIES, "topology": dict(name="one_peer_ring")},
+            "copies of the peers need a graph that never changes",
         ),
         (
-            {"rounds": METHODS["sparse"], "topology": TopologyConfig(name="ring")},
-            "means over all workers, unlike ring every .*: use the complete graph",
+            {"rounds": METHODS["sparse"], "topology": dict(name="ring")},
+            "means over all workers, unlike ring every .*: use the",
         ),
         (
             {
-                "rounds": RoundsConfig(codec="int8"),
-                "topology": TopologyConfig(name="hierarchical"),
-                "workers": changed(NOISY.workers, workers_per_node=2),
+                "rounds": dict(codec="int8"),
+                "topology": dict(name="hierarchical"),
+                "workers": dict(workers_per_node=2),
             },
             "a codec needs exchanges of single workers, got nodes of 2",
         ),
         (
-            {"rounds": RoundsConfig(every_steps=3, delay=2, tracking=True)},
+            {"rounds": dict(every_steps=3, delay=2, tracking=True)},
             "take merge=shift, .* got replace with a delay of 2",
         ),
-        (
-            {"rounds": RoundsConfig(every_steps=2, fragments=3)},
-            "2 steps can have 1 to 2 fragments, got 3",
-        ),
+        ({"rounds": dict(every_steps=2, fragments=3)}, "2 steps can have 1 to 2 fragm"),
     ],
 )
 def test_where_rounds_cannot_be_is_refused(changes, words):
@@ -279,45 +276,27 @@ def test_rounds_that_no_step_takes_are_refused(tmp_path):
         train(config, tmp_path)
 
 
-PEERS = PeerExchange()
+PEERS, SWAPS = PeerExchange(), PeerExchange(patience=None, way="swaps")
+DROPS = {"algorithm": "rounds", "not_finite": "quarantine"}
+NARROW = {"algorithm": "rounds", "message_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            D2 | {"topology": TopologyConfig(name="one_peer_ring", factor=0.5)},
-            r"use ring with topology.factor = 0.5, .* which has 2 exchanges in turn",
-        ),
-        (
-            D2 | {"topology": TopologyConfig(name="exponential")},
-            r"got exponential, which has directed edges",
-        ),
-        (D2 | {"topology": TopologyConfig(name="ring")}, "a least eigenvalue of -0.33"),
-        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm uses the"),
+        (D2 | {"topology": dict(name="one_peer_ring")}, "use ring with topology.fact"),
+        (D2 | {"topology": dict(name="exponential")}, "got exponential, which has"),
+        (D2 | {"topology": dict(name="ring")}, "a least eigenvalue of -0.33"),
+        (QG | {"step": dict(algorithm="all_reduce")}, "qg_dsgdm uses the"),
         (LOCAL_TRACKING | D2, "without codec and tracking, got rounds with 3, none"),
         (D2 | {"policy": DampingPolicy()}, "set policy to fixed, got damping"),
-        (
-            D2 | {"step": StepConfig(not_finite="quarantine")},
-            "set step.not_finite to stop, got quarantine",
-        ),
+        (D2 | {"step": dict(not_finite="quarantine")}, "set step.not_finite to stop"),
         (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
-        (
-            D2 | {"exchange": changed(PEERS, patience=None, way="swaps")},
-            "set exchange.way to arrived, got swaps",
-        ),
+        (D2 | {"exchange": SWAPS}, "set exchange.way to arrived, got swaps"),
         (TRACKING | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (TRACKING | {"exchange": QuorumExchange()}, "set exchange to peers, got"),
-        (
-            LOCAL_TRACKING
-            | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},
-            "set step.not_finite to stop, got quarantine",
-        ),
-        (
-            TRACKING
-            | {"step": StepConfig(algorithm="rounds", message_dtype="bfloat16")},
-            "set step.message_dtype to None, got bfloat16",
-        ),
+        (LOCAL_TRACKING | {"step": DROPS}, "set step.not_finite to stop, got quarant"),
+        (TRACKING | {"step": NARROW}, "set step.message_dtype to None, got bfloat16"),
     ],
 )
 def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):

@@ -16,6 +16,7 @@ from decentjax import analysis, topology, worker_mesh
 from tests import job_line
 from tests.changes import changed
 from tests.checkout import ROOT
+from tests.outcomes import outcome
 from train.config import OptimizerConfig, ThinningPolicy, TopologyConfig, WorkersConfig
 from train.dbench import cost
 from train.dbench.__main__ import dbench
@@ -25,7 +26,6 @@ from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out, with_own
 from train.fields import place_of
 from train.figures.dbench_figure import draw_points
-from train.study.outcome import SeedsOutcome
 from train.study.seeds import train_seeds
 from train.study.tune import Grid, half
 from train.tasks.task import Headline
@@ -347,22 +347,17 @@ def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
 
 
 def result(graph, connections, scores, early):
-    outcome = SeedsOutcome(
-        seconds=1.0,
-        losses=[],
-        training_loss=[0.0] * len(scores),
+    late, num_seeds = [1.0] * len(scores), len(scores)
+    ginis = [[[x] for x in (early if t < 10 else late)] for t in range(100)]
+    made = outcome(
+        scores,
         evaluations=[(1, {"top_1": scores})],
-        judged={},
         workers={"top_1": [[score] for score in scores]},
-        consensus_distance=[0.0] * len(scores),
         tensors=["w"],
-        dispersion=[
-            (t, {"gini": [[x] for x in (early if t < 10 else [1.0] * len(scores))]})
-            for t in range(100)
-        ],
-        sent={"connections": [connections] * len(scores)},
+        dispersion=[(t, {"gini": gini}) for t, gini in enumerate(ginis)],
+        sent={"connections": [connections] * num_seeds},
     )
-    return Result(Cell(graph, 8, LINE), outcome)
+    return Result(Cell(graph, 8, LINE), made)
 
 
 def test_a_claim_is_tested_within_scales():

@@ -28,13 +28,8 @@ SIZES = {**SMALL_GPT, "width": 16}
 OURS = GPTConfig(**SIZES, init_std=0.5)
 GPT2 = changed(OURS, bias=True, norm_epsilon=1e-2)
 FIELDS = {
-    "model_type": "gpt2",
-    "vocab_size": 11,
-    "n_positions": 8,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 16,
-    "layer_norm_epsilon": 1e-2,
+    **{"model_type": "gpt2", "vocab_size": 11, "n_positions": 8, "n_layer": 2},
+    **{"n_head": 2, "n_embd": 16, "layer_norm_epsilon": 1e-2},
 }
 PARTS = {  # Of a block, [in, out].
     "ln_1": (16,),

@@ -329,10 +329,7 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
     [
         ("--target h10", "no target 'h10': take t4, a40"),
         ("--nodes 0", "nodes must be at least 1"),
-        (
-            "--nodes 3",
-            "alternating_exponential_ring needs num_workers / workers_per_no",
-        ),
+        ("--nodes 3", "alternating_exponential_ring needs num_workers"),
         ("--between 0gbit", "between must be positive, got '0gbit'"),
         ("--require-overlap 95", "require-overlap must be a share from 0 to 1, got 95"),
         ("--out no/where.json", "the folder no for where.json does not exist"),

@@ -223,10 +223,7 @@ def test_what_a_method_sends_is_what_travels(own):
         ("--method own.py:ring --rounds.delay 1", "leave rounds at the default"),
         ("--method own.py:ring --policy thinning", "leave policy at the default"),
         ("--method own.py:ring --exchange quorum", "quorum makes its own plan"),
-        (
-            "--method own.py:choco_momentum --exchange peers",
-            "exchange.patience to None",
-        ),
+        ("--method own.py:choco_momentum --exchange peers", "exchange.patience to Non"),
         (
             "--method own.py:choco_momentum --step.not-finite quarantine",
             "methods that keep sums add what .* set step.not_finite to stop",

@@ -16,7 +16,6 @@ from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields
 from train.config import (
     QuorumExchange,
-    RoundsConfig,
     StepConfig,
     TopologyConfig,
     WorkersConfig,
@@ -178,11 +177,11 @@ def test_an_exchange_that_no_quorum_can_end_is_refused(options, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"step": StepConfig(algorithm="awc")}, "set step.algorithm to rounds"),
+        ({"step": dict(algorithm="awc")}, "set step.algorithm to rounds"),
         ({"exchange": QuorumExchange(quorum=5)}, "must be at most 4, the number of"),
         ({"exchange": QuorumExchange(trimmed=2)}, "4 trimmed ones leave none"),
-        ({"rounds": RoundsConfig(codec="int8")}, "a quorum merges whole models"),
-        ({"topology": TopologyConfig(name="ring_lattice", degree=2)}, "for 2 workers"),
+        ({"rounds": dict(codec="int8")}, "a quorum merges whole models"),
+        ({"topology": dict(name="ring_lattice", degree=2)}, "for 2 workers"),
     ],
 )
 def test_a_run_that_no_quorum_can_merge_is_refused(changes, words):

@@ -768,31 +768,21 @@ def islands(num_workers):
     return topology.from_edges([(0, 1), (2, 3)], num_workers)
 
 
+ISLANDS = TopologyConfig(make=islands)
+
+
 @pytest.mark.parametrize(
-    ("fields", "is_said"),
+    ("graph", "algorithm", "is_said"),
     [
-        ({"topology": TopologyConfig(make=islands)}, True),
-        ({"topology": TopologyConfig(make=islands, mean_every=5)}, False),
-        ({"topology": TopologyConfig(name="alone")}, False),
-        (
-            {
-                "topology": TopologyConfig(make=islands),
-                "step": StepConfig(algorithm="all_reduce"),
-            },
-            False,
-        ),
-        (
-            {
-                "topology": TopologyConfig(make=islands),
-                "step": StepConfig(algorithm="rounds"),
-            },
-            True,
-        ),
+        (ISLANDS, "awc", True),
+        (changed(ISLANDS, mean_every=5), "awc", False),
+        (TopologyConfig(name="alone"), "awc", False),
+        (ISLANDS, "all_reduce", False),
+        (ISLANDS, "rounds", True),
     ],
-    ids=["islands", "mean_every", "alone", "all_reduce", "rounds"],
 )
-def test_a_config_of_a_graph_in_parts_is_said(fields, is_said):
-    config = changed(line, **fields)
+def test_a_config_of_a_graph_in_parts_is_said(graph, algorithm, is_said):
+    config = changed(line, topology=graph, step=dict(algorithm=algorithm))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         build_method(config)

@@ -22,7 +22,7 @@ from tests.changes import changed
 from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.load import load_config
-from train.config import InStepExchange, StepConfig, WorkersConfig
+from train.config import InStepExchange, WorkersConfig
 from train.data.grid_maps import (
     HEADINGS,
     distances,
@@ -428,14 +428,11 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"step": StepConfig(batch_per_worker=3)}, "batch_per_worker = 3 must divide"),
+        ({"step": dict(batch_per_worker=3)}, "batch_per_worker = 3 must divide"),
         ({"task": changed(SMALL, horizon=8)}, "horizon of 8 actions is shorter"),
-        (
-            {"step": StepConfig(batch_per_worker=2, num_micro_batches=2)},
-            "num_micro_batches",
-        ),
+        ({"step": dict(batch_per_worker=2, num_micro_batches=2)}, "num_micro_batches"),
         ({"task": changed(SMALL, num_maps=90)}, "found 16 different maps of 7 x 7"),
-        ({"workers": WorkersConfig(num_workers=64)}, "64 with batches of 4 need 256"),
+        ({"workers": dict(num_workers=64)}, "64 with batches of 4 need 256"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):
