@@ -20,7 +20,6 @@ from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
 from train.compare import _held_out, _varied, _with_fields, compare
 from train.config import (
-    EvaluationConfig,
     GroupExchange,
     LogConfig,
     PeerExchange,
@@ -43,7 +42,7 @@ from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-LINE = changed(job_line.config, num_steps=6, evaluation=EvaluationConfig(every_steps=4))
+LINE = changed(job_line.config, num_steps=6, evaluation=dict(every_steps=4))
 LINE_FILE = Path(job_line.__file__)
 LOWER = Headline("loss", better="lower")
 
@@ -143,7 +142,7 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
         step=dict(algorithm=algorithm),
         # Workers and their mean are to be far apart, and no period makes them one.
         workers=WorkersConfig(num_workers=5),
-        topology=TopologyConfig(name="one_peer_exponential"),
+        topology=dict(name="one_peer_exponential"),
         optimizer=dict(learning_rate=0.1),
     )
     every_2 = changed(config, log=LogConfig(every_steps=2))
@@ -241,15 +240,15 @@ def test_a_gradient_ends_a_run_where_its_update_is_finite(train_it, tmp_path):
 
 WAGMA = changed(
     LINE,
-    topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=4),
+    topology=dict(name="butterfly_groups", group_size=2, mean_every=4),
     step=dict(algorithm="atc"),
 )
-RING = changed(LINE, topology=TopologyConfig(name="ring"))
+RING = changed(LINE, topology=dict(name="ring"))
 ROUNDS = changed(
     LINE,
-    topology=TopologyConfig(name="complete"),
+    topology=dict(name="complete"),
     step=dict(algorithm="rounds", message_dtype=None),
-    rounds=RoundsConfig(every_steps=5),
+    rounds=dict(every_steps=5),
 )
 
 
@@ -425,9 +424,9 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
         LINE,
         num_steps=8,
         workers=WorkersConfig(num_workers=num_workers),
-        topology=TopologyConfig(name="complete"),
+        topology=dict(name="complete"),
         step=dict(algorithm="rounds", message_dtype=None),
-        rounds=RoundsConfig(every_steps=4, outer="nesterov", codec="int8"),
+        rounds=dict(every_steps=4, outer="nesterov", codec="int8"),
     )
     # Two rounds, of two leaves of 5 bytes, at 125 bytes a second to each other worker.
     wanted = 2 * (num_workers - 1) * 2 * 5 / 125

@@ -189,6 +189,18 @@ def keeps(self, begin, *args):
     return join(self, begin, *args)._replace(state=begin.state)
 Joiner.join = keeps
 """
+WATCH = """
+import decentjax.distributed.watch as watch
+limit_of = watch.limit_of
+"""
+NAMES_NONE = f'{WATCH}watch.sentence = lambda *args: "somebody is late"'
+
+
+def limit(value: str) -> str:
+    """Code that gives a step another limit of time."""
+    return f"{WATCH}watch.limit_of = lambda *args: {value}"
+
+
 # A bug for each promise, planted in all processes, launchers too, and the fault that
 # shows it: the time that it takes, what it says, and what it saves.
 PROMISES = [
@@ -212,23 +224,8 @@ PROMISES = [
         """,
         "other numbers",
     ),
-    (
-        "freeze",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: 10 * limit_of(*args)
-        """,
-        "at most 7",
-    ),
-    (
-        "freeze",
-        """
-        import decentjax.distributed.watch as watch
-        watch.sentence = lambda *args: "somebody is late"
-        """,
-        "did not say 'gives no sign'",
-    ),
+    ("freeze", limit("10 * limit_of(*args)"), "at most 7"),
+    ("freeze", NAMES_NONE, "did not say 'gives no sign'"),
     (
         "stall",
         """
@@ -240,32 +237,9 @@ PROMISES = [
         """,
         "code|restarts, at most 0|did not come to",
     ),
-    (
-        "stuck",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: 8 + limit_of(*args)
-        """,
-        "at most 7",
-    ),
-    (
-        "slow",
-        """
-        import decentjax.distributed.watch as watch
-        watch.NAMED_AT = 1000.0
-        """,
-        "did not say 'others wait",
-    ),
-    (
-        "partition",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: 20 + limit_of(*args)
-        """,
-        "at most 10",
-    ),
+    ("stuck", limit("8 + limit_of(*args)"), "at most 7"),
+    ("slow", f"{WATCH}watch.NAMED_AT = 1000.0", "did not say 'others wait"),
+    ("partition", limit("20 + limit_of(*args)"), "at most 10"),
     (
         "corrupt",
         """
@@ -315,23 +289,8 @@ PROMISES = [
         """,
         "others took|never came back|another model",
     ),
-    (
-        "stuck, elastic",
-        """
-        import decentjax.distributed.watch as watch
-        watch.sentence = lambda *args: "somebody is late"
-        """,
-        "it was not named",
-    ),
-    (
-        "slow, elastic",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: limit_of(*args) / 3
-        """,
-        "it was started again",
-    ),
+    ("stuck, elastic", NAMES_NONE, "it was not named"),
+    ("slow, elastic", limit("limit_of(*args) / 3"), "it was started again"),
 ]
 
 

@@ -31,7 +31,7 @@ from train.config import (
 )
 from train.run.method import build_method
 
-RING = changed(tiny.config, topology=TopologyConfig(name="ring"))
+RING = changed(tiny.config, topology=dict(name="ring"))
 PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
 
 

@@ -34,7 +34,7 @@ NOISY = changed(
     line.NOISY,
     name="rounds",
     task=rounds_line.config.task,
-    topology=TopologyConfig(name="complete"),
+    topology=dict(name="complete"),
 )
 METHODS = {
     "local_sgd": RoundsConfig(every_steps=5),

@@ -37,7 +37,7 @@ LINE = changed(
     job_line.config,
     num_steps=12,
     workers=WorkersConfig(num_workers=4),
-    topology=TopologyConfig(name="ring"),
+    topology=dict(name="ring"),
 )
 MODEL_BYTES = 8  # Two numbers of float32.
 

@@ -262,7 +262,7 @@ def test_a_profile_of_times_starts_messages_in_time():
     config = changed(
         tiny.config,
         task=dict(model=GPTConfig(context=256, num_layers=4, num_heads=4, width=512)),
-        topology=TopologyConfig(name="one_peer_ring"),
+        topology=dict(name="one_peer_ring"),
         step=StepConfig(batch_per_worker=16),
     )
     run = prepare(config, "h100", 4, 1, between="200gbit")
@@ -456,7 +456,7 @@ def test_a_half_precision_message_needs_half_the_bytes():
         config = changed(
             tiny.config,
             task=dict(model=model),
-            topology=TopologyConfig(name="one_peer_ring"),
+            topology=dict(name="one_peer_ring"),
             step=StepConfig(batch_per_worker=2, message_dtype=dtype),
         )
         run = prepare(config, "h100", 2, 2)

@@ -356,7 +356,7 @@ def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, 
         LINE,
         num_steps=3,
         workers=dict(where=where),
-        topology=TopologyConfig(name="complete"),
+        topology=dict(name="complete"),
         step=dict(xla_options=(f"xla_dump_to={dump}",)),
     )
     assert train(config, tmp_path / "run").step == 3

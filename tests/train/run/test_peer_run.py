@@ -114,7 +114,7 @@ def test_rounds_of_peers_that_wait_are_the_simulated(codec, tmp_path):
         ended(job)
     config = changed(
         job_line.config,
-        topology=TopologyConfig(name="complete"),
+        topology=dict(name="complete"),
         step=dict(algorithm="rounds"),
         rounds=changed(DILOCO, codec=codec),
     )
@@ -564,15 +564,9 @@ NODES = {"topology": dict(name="hierarchical"), "workers": dict(workers_per_node
         ({"step": dict(algorithm="atc")}, "atc with exchange = peers waits"),
         ({"step": dict(algorithm="all_reduce")}, "set step.algorithm to awc or"),
         ({"step": dict(message_dtype="bfloat16")}, "in their own dtype"),
-        (
-            INT8 | COMPLETE,
-            "int8 with .* sends changes, .* set exchange.patience to None",
-        ),
+        (INT8 | COMPLETE, "int8 with .* sends changes, .* set exchange.patience to"),
         (INT4, "int4 with .* sends changes"),
-        (
-            {"step": ROUNDS, "exchange": PeerExchange(way="swaps")},
-            "they arrive.* swaps",
-        ),
+        ({"step": ROUNDS, "exchange": PeerExchange(way="swaps")}, "they arrive.* swap"),
         (COMPLETE, "averages over groups or nodes, which takes collectives"),
         (NODES, "averages over groups or nodes, which takes collectives"),
         (

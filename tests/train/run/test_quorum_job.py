@@ -14,12 +14,7 @@ from tests.changes import changed
 from tests.jobs import ended, rounds_command, started, wait_until
 from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields
-from train.config import (
-    QuorumExchange,
-    StepConfig,
-    TopologyConfig,
-    WorkersConfig,
-)
+from train.config import QuorumExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.launch import are_peers
 from train.replay import replay
 from train.run.used_record import read_used

@@ -29,7 +29,7 @@ from train.checkpoint import named
 from train.cli.changes import with_changes
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
-from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
+from train.config import OptimizerConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
@@ -374,7 +374,7 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     [
         (changed(LINE, seed=3), "seed was 0 and is 3; .* give decentjax resume"),
         (
-            changed(LINE, topology=TopologyConfig(name="complete")),
+            changed(LINE, topology=dict(name="complete")),
             "topology.name was '.*' and is 'complete'; .* --topology.name complete",
         ),
         (changed(LINE, num_steps=15), "has done 20 steps, more than"),
@@ -434,7 +434,7 @@ def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
     config = changed(
         LINE,
         step=dict(algorithm="rounds"),
-        rounds=RoundsConfig(every_steps=1, delay=1, tracking=True),
+        rounds=dict(every_steps=1, delay=1, tracking=True),
     )
     before = train(config, tmp_path).state
     workers = changed(LINE.workers, num_workers=3)
