@@ -1,6 +1,7 @@
 """Configs with other values."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 
@@ -14,3 +15,14 @@ def changed(config: Any, **fields: Any) -> Any:
         if isinstance(value, dict) and dataclasses.is_dataclass(section):
             fields[name] = changed(section, **value)
     return dataclasses.replace(config, **fields)
+
+
+def config_file(path: Path, changes: str, of: str = "job_line") -> Path:
+    """A config file, of a config of these tests with changes, as code."""
+    path.write_text(
+        "from tests.changes import changed\n"
+        f"from tests.{of} import config\n"
+        "from train.config import *\n"
+        f"config = changed(config, {changes})\n"
+    )
+    return path

@@ -14,7 +14,7 @@ from scipy import stats
 
 from decentjax import __version__
 from tests import job_line, line, tiny
-from tests.changes import changed
+from tests.changes import changed, config_file
 from tests.outcomes import outcome
 from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
@@ -435,17 +435,11 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
 
 @pytest.mark.slow
 def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
-    file, out = tmp_path / "late.py", tmp_path / "out"
-    file.write_text(
-        "import dataclasses\nfrom tests.job_line import config\n"
-        "from train.config import EvaluationConfig, GroupExchange, TopologyConfig\n"
-        "config = dataclasses.replace(\n"
-        "    config, name='late', num_steps=6, exchange=GroupExchange(),\n"
-        "    evaluation=EvaluationConfig(every_steps=4),\n"
-        "    step=dataclasses.replace(config.step, algorithm='atc'),\n"
-        "    topology=TopologyConfig(\n"
-        "        name='butterfly_groups', group_size=2, mean_every=4))\n"
-    )
+    out = tmp_path / "out"
+    changes = "name='late', exchange=GroupExchange(), step=dict(algorithm='atc'), "
+    changes += "num_steps=6, evaluation=dict(every_steps=4), topology="
+    groups = "dict(name='butterfly_groups', group_size=2, mean_every=4)"
+    file = config_file(tmp_path / "late.py", changes + groups)
     with pytest.raises(ValueError, match=r"give --clock\.compute"):
         compare((file,), out=out)
     assert not out.exists()
@@ -506,12 +500,7 @@ def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
         ("optimizer.learning-rate", "1e-6", "0.03", "1e30"),
         ("optimizer.accum-steps", "1", "2"),
     )
-    ring = tmp_path / "ring.py"
-    ring.write_text(
-        "import dataclasses\n"
-        "from tests.job_line import config as line\n"
-        "config = dataclasses.replace(line, name='ring')\n"
-    )
+    ring = config_file(tmp_path / "ring.py", "name='ring'")
     options = {"seeds": 2, "tune": tune, "out": tmp_path / "out"}
     compare((LINE_FILE, ring), **options)
     text = capsys.readouterr().out
@@ -610,13 +599,8 @@ def test_grids_of_no_sense_get_a_sentence(tune, budget, words, tmp_path):
 
 @pytest.mark.slow
 def test_a_search_keeps_to_its_budget_and_a_larger_one_goes_on(tmp_path, capsys):
-    ring = tmp_path / "ring.py"
-    ring.write_text(
-        "import dataclasses\n"
-        "from tests.job_line import config as line\n"
-        "optimizer = dataclasses.replace(line.optimizer, accum_steps=1)\n"
-        "config = dataclasses.replace(line, name='ring', optimizer=optimizer)\n"
-    )
+    own = "name='ring', optimizer=dict(accum_steps=1)"
+    ring = config_file(tmp_path / "ring.py", own)
     tune = (
         ("optimizer.accum-steps", "1", "2", "3", "4"),
         ("optimizer.learning-rate", "1e-6", "0.01", "0.03", "0.1", "1e30"),

@@ -14,7 +14,7 @@ import pytest
 
 from decentjax import analysis, topology, worker_mesh
 from tests import job_line
-from tests.changes import changed
+from tests.changes import changed, config_file
 from tests.checkout import ROOT
 from tests.outcomes import outcome
 from train.config import OptimizerConfig, ThinningPolicy, TopologyConfig, WorkersConfig
@@ -330,16 +330,9 @@ def test_models_that_overflow_diverge():
 
 @pytest.mark.slow
 def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
-    file = tmp_path / "fails.py"
-    file.write_text(
-        "import dataclasses\n"
-        "from tests.job_line import config\n"
-        "from train.config import TopologyConfig, WorkersConfig\n"
-        "config = dataclasses.replace(\n"
-        "    config, num_steps=12, workers=WorkersConfig(num_workers=4),\n"
-        "    topology=TopologyConfig(name='ring'),\n"
-        "    optimizer=dataclasses.replace(config.optimizer, learning_rate=1e30))\n"
-    )
+    own = "num_steps=12, topology=dict(name='ring'), optimizer=dict(learning_rate=1e30)"
+    workers = "workers=WorkersConfig(num_workers=4)"
+    file = config_file(tmp_path / "fails.py", f"{own}, {workers}")
     results = dbench(file, ("ring", "complete"), (4,), seeds=1, out=tmp_path / "out")
     assert [one.outcome for one in results] == [None, None]
     assert all(one.error.startswith("the loss is") for one in results)

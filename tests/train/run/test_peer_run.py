@@ -18,7 +18,7 @@ import pytest
 
 from decentjax import WorkerState
 from tests import job_line, line, tiny
-from tests.changes import changed
+from tests.changes import changed, config_file
 from tests.checkout import ROOT
 from tests.ipv6 import has_ipv6
 from tests.jobs import (
@@ -658,12 +658,7 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
     assert not are_peers([config])
     assert not are_peers(["--resume", str(tmp_path)])
     assert not are_peers(["--measure", config])
-    own = tmp_path / "peers.py"
-    own.write_text(
-        "import dataclasses\nfrom tests.line import config\n"
-        "from train.config import PeerExchange\n"
-        "config = dataclasses.replace(config, exchange=PeerExchange())\n"
-    )
+    own = config_file(tmp_path / "peers.py", "exchange=PeerExchange()", "line")
     assert are_peers([str(own)])
 
 

@@ -165,13 +165,6 @@ def test_one_number_that_is_not_finite_is_enough():
         build_check(None)(state, 7)
 
 
-def test_a_run_that_fails_ends_with_its_own_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(SystemExit) as ended:
-        main(["tests/line.py", "--run-dir", str(tmp_path), "--task.poison-step=3"])
-    assert ended.value.code == 71
-
-
 class Skipping(line.Line):
     """An example of the fourth step cannot be read."""
 

@@ -143,15 +143,6 @@ def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path
     assert steps(tmp_path) == [15, 20]
 
 
-@pytest.mark.slow
-def test_an_evaluation_that_fails_loses_nothing(tmp_path):
-    with training(tmp_path, "--task.eval-fails") as process:
-        _, errors = process.communicate(timeout=LONG)
-    assert process.returncode == 70, errors
-    assert "ZeroDivisionError: an evaluation that fails" in errors
-    assert steps(tmp_path) == [15, 20]
-
-
 FAILS_BESIDE_A_THREAD = """
 import dataclasses
 import threading
