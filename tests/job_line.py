@@ -4,11 +4,11 @@
 draws from every worker's random key.
 """
 
-import dataclasses
 import os
 import time
 from pathlib import Path
 
+from tests.changes import changed
 from tests.line import Line
 from tests.line import config as line
 from train.config import (
@@ -41,7 +41,7 @@ def sample(params, model_state):
     return "the others wait"
 
 
-config = dataclasses.replace(
+config = changed(
     line,
     name="job_line",
     num_steps=12,

@@ -71,6 +71,20 @@ def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def python(*arguments: object, code: int = 0, cwd: Path = ROOT, **env: str):
+    """What a Python process has printed that ends with this code, by default well."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=ENV | {"PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
 def launch(
     processes: int, run_dir: Path, *options: str, config: str = CONFIG, **env: str
 ):

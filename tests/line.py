@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.changes import changed
 from train.config import (
     CheckpointConfig,
     Config,
@@ -128,13 +129,13 @@ config = Config(
     log=LogConfig(every_steps=1, consensus_every_steps=10),
 )
 
-NOISY = dataclasses.replace(
+NOISY = changed(
     config,
     num_steps=24,
     task=Line(noise=0.5),
     checkpoint=CheckpointConfig(every_steps=10),
     # Of a constant rate, as a run that is cut short has another last step.
-    optimizer=dataclasses.replace(config.optimizer, decay="steps"),
+    optimizer=dict(decay="steps"),
 )
 
 
@@ -159,4 +160,4 @@ def as_process(number: int, count: int, config: Config = config, **changes):
     job = DistributedConfig(enabled=True, num_processes=count, process_id=number)
     exchange = PeerExchange()
     changes = {"distributed": job, "exchange": exchange, **changes}
-    return dataclasses.replace(config, **changes)
+    return changed(config, **changes)

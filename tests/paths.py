@@ -1,6 +1,5 @@
 """The ways in which a config trains: the loop, seeds, and peers by a clock."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests import line
+from tests.changes import changed
 from train.config import Config, LogConfig, PeerExchange, StepConfig, WorkersConfig
 from train.run.build import build_mesh
 from train.run.loop import train
@@ -20,7 +20,7 @@ def ignore(step: int, words: str) -> None:
     """Shows no progress."""
 
 
-PLAIN = dataclasses.replace(
+PLAIN = changed(
     line.NOISY,
     num_steps=3,
     step=StepConfig(),
@@ -28,7 +28,7 @@ PLAIN = dataclasses.replace(
     log=LogConfig(every_steps=3),
 )
 # At a step a number of a worker is not finite.
-SPOILT = dataclasses.replace(
+SPOILT = changed(
     PLAIN, task=line.Line(poison="gradient", poison_step=2, poison_worker=0)
 )
 
@@ -60,7 +60,7 @@ def of_seeds(config: Config, folder: Path) -> object:
 
 def of_the_clock(config: Config, folder: Path) -> object:
     del folder
-    peers = dataclasses.replace(config, exchange=PeerExchange())
+    peers = changed(config, exchange=PeerExchange())
     return train_by_clock(peers, range(1), ignore, Clock(compute="10ms")).workers
 
 

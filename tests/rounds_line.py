@@ -3,11 +3,10 @@
 `decentjax launch --processes 2 tests/rounds_line.py`: streaming DiLoCo, encoded.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
+from tests.changes import changed
 from tests.line import NOISY, Line
 from train.config import RoundsConfig, TopologyConfig
 
@@ -36,13 +35,13 @@ class Wide(Line):
         )
 
 
-config = dataclasses.replace(
+config = changed(
     NOISY,
     name="rounds_line",
     num_steps=12,
     task=Wide(noise=0.5),
     topology=TopologyConfig(name="complete"),
-    step=dataclasses.replace(NOISY.step, algorithm="rounds"),
+    step=dict(algorithm="rounds"),
     rounds=RoundsConfig(
         every_steps=4,
         fragments=2,

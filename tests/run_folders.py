@@ -1,6 +1,5 @@
 """Folders of runs: some made by hand, and what processes have left in others."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from decentjax.gossip import MergeRecord, Taken
 from tests import tiny
+from tests.changes import changed
 from train.cli.config_json import to_json
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import Timeline
@@ -16,7 +16,7 @@ from train.store.timeline import Timeline
 
 def make_run(run_dir, loss, **changes):
     run_dir.mkdir(parents=True)
-    config = dataclasses.replace(tiny.config, **changes)
+    config = changed(tiny.config, **changes)
     (run_dir / "config.json").write_text(to_json(config))
     rows = []
     for step in (1, 2, 3):
@@ -37,6 +37,11 @@ def make_run(run_dir, loss, **changes):
         rows.append(row | {"workers": workers})
     (run_dir / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run_dir
+
+
+def column(run_dir: Path, name: str = "loss") -> list:
+    """A value of each logged step of training, by default the loss."""
+    return [row[name] for row in read_metrics(run_dir) if "loss" in row]
 
 
 def timed(run_dir, process: int, steps: range) -> None:

@@ -3,9 +3,8 @@
 `decentjax launch --processes 2 tests/slices.py`
 """
 
-import dataclasses
-
 from tests import tiny
+from tests.changes import changed
 from train.config import TopologyConfig, WorkersConfig
 
 
@@ -14,9 +13,9 @@ def config_of(devices, where="mesh", num_workers=4, **fields):
     workers = WorkersConfig(
         num_workers=num_workers, devices_per_worker=devices, where=where
     )
-    step = dataclasses.replace(tiny.config.step, batch_per_worker=4)
+    step = changed(tiny.config.step, batch_per_worker=4)
     graph = TopologyConfig(name="one_peer_exponential")
-    return dataclasses.replace(
+    return changed(
         tiny.config,
         **{
             "workers": workers,

@@ -3,14 +3,13 @@
 Its batches come in several shapes.
 """
 
-import dataclasses
-
+from tests.changes import changed
 from tests.tiny import config as tiny
 from train.models.transformer import TransformerConfig
 from train.tasks.numbers import NumbersTask
 from train.tasks.translation import DecodingConfig
 
-config = dataclasses.replace(
+config = changed(
     tiny,
     name="tiny_numbers",
     task=NumbersTask(
@@ -27,5 +26,5 @@ config = dataclasses.replace(
         decoding=DecodingConfig(beams=2, rows=128),
         num_shapes=2,
     ),
-    step=dataclasses.replace(tiny.step, batch_per_worker=96),
+    step=dict(batch_per_worker=96),
 )

@@ -1,6 +1,5 @@
 """Checkpoints that are damaged, killed while they are written, listed and exported."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests import line, saving, tiny
+from tests.changes import changed
 from tests.checkout import ENV, ROOT
 from tests.jobs import LONG
 from train.checkpoint import main, named
@@ -47,7 +47,7 @@ LINE = line.config
 def finished(tmp_path_factory):
     """A run, and its state after step 20."""
     run_dir = tmp_path_factory.mktemp("runs") / "line"
-    return run_dir, train(dataclasses.replace(LINE, num_steps=20), run_dir).state
+    return run_dir, train(changed(LINE, num_steps=20), run_dir).state
 
 
 @pytest.fixture
@@ -114,9 +114,7 @@ def damage(path: Path, how: str) -> None:
         ("broken manifest", "has a manifest.json that cannot be read"),
     ],
 )
-def test_what_is_damaged_is_named_and_the_step_before_taken(
-    how, reason, run_dir, capsys
-):
+def test_the_step_before_a_damaged_one_is_taken(how, reason, run_dir, capsys):
     damage(run_dir / "checkpoints" / "20", how)
     assert newest(run_dir)[0] == 15
     assert main(["verify", str(run_dir)]) == 1
@@ -163,14 +161,12 @@ def test_a_checkpoint_that_cannot_be_read_is_none(run_dir):
     assert found.skipped == {"20": "cannot be read: Permission denied"}
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_old_checkpoint_that_stays_ends_no_run(tmp_path, monkeypatch, capsys):
     def refuse(path, **_):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(writer.shutil, "rmtree", refuse)
-    outcome = train(dataclasses.replace(LINE, num_steps=20), tmp_path)
+    outcome = train(changed(LINE, num_steps=20), tmp_path)
     assert outcome.step == 20
     assert "checkpoints/5 could not be removed: Direct" in capsys.readouterr().err
     assert list(find_checkpoints(tmp_path).steps) == [15, 20]
@@ -344,11 +340,7 @@ def test_a_model_is_exported_with_its_config(choice, trained, tmp_path, capsys):
         np.testing.assert_array_equal(arrays[name], x)
     with safe_open(path, "np") as file:
         whose = "mean" if worker is None else "worker 3"
-        assert file.metadata() == {
-            "format": "decentjax",
-            "model": whose,
-            "step": "12",
-        }
+        assert file.metadata() == {"format": "decentjax", "model": whose, "step": "12"}
     fields = json.loads(path.with_suffix(".json").read_text())
     assert fields == json.loads((trained / "config.json").read_text())
     assert f"{whose} of step 12, " in capsys.readouterr().out

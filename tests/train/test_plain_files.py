@@ -11,7 +11,6 @@ import pytest
 from tests import tiny
 from train.checkpoint import main as checkpoint
 from train.cli.command import sentence
-from train.cli.config_json import read_config, to_json
 from train.plain_files import (
     MOST_BYTES,
     MOST_LINE,
@@ -177,11 +176,3 @@ def test_evaluate_and_export_write_through_no_link(finished, tmp_path):
         write_report([finished], finished / "report.html")
     left = [path for path in finished.iterdir() if path.is_symlink()]
     assert sorted(path.name for path in left) == [".report.html.part", "report.html"]
-
-
-def test_a_config_of_another_kind_of_file_is_named(tmp_path):
-    (tmp_path / "config.json").write_text(to_json(tiny.config))
-    assert read_config(tmp_path / "config.json").name == "tiny"
-    place(tmp_path / "config.json", "device")
-    with pytest.raises(OSError, match="wanted a regular file, got a device"):
-        read_config(tmp_path / "config.json")

@@ -22,7 +22,7 @@ from train.chaos.jobs import (
     module,
     saved,
 )
-from train.chaos.planted import How, Order, give, plant, taken
+from train.chaos.planted import Hang, Order, give, plant, taken
 from train.job.namespaces import Nodes
 from train.store.checkpoints import find_checkpoints
 from train.store.manifest import MANIFEST, OTHERS
@@ -193,7 +193,7 @@ def _ordered(
 def stuck(bench: Bench, name: str, draw: random.Random) -> float:
     """A process hangs in a phase, asleep or with Python's lock."""
     bench = bench.planted(name)
-    phase, how = draw.choice(STUCK_IN), draw.choice(get_args(How))
+    phase, how = draw.choice(STUCK_IN), draw.choice(get_args(Hang))
     with _restarting(bench, name) as job:
         job.reach(_middle(bench, draw))
         process = _ordered(bench, name, draw, job, Order(phase, 1e6, how=how))

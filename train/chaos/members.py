@@ -13,7 +13,7 @@ import numpy as np
 
 from train.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
 from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
-from train.chaos.planted import Model, Order, give, models, taken
+from train.chaos.planted import Order, SketchedModel, give, models, taken
 from train.store.checkpoints import find_checkpoints
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
@@ -163,7 +163,7 @@ class _Fault:
         back = first.time - at
         return Hit(self._name, target, at, back, self._gap, nearer, wrong)
 
-    def _until_back(self, before: Model, pid: int) -> Model:
+    def _until_back(self, before: SketchedModel, pid: int) -> SketchedModel:
         """Waits for the first model after the fault, and measures the others."""
         job, target, began = self._job, self._target, time.monotonic()
         seen = {i: [last_step(_folder(job, i)), began] for i in self._others}
@@ -189,7 +189,7 @@ class _Fault:
                 raise BrokenError(f"process {target} never came back")
             time.sleep(0.1)
 
-    def _first_after(self, before: Model) -> Model | None:
+    def _first_after(self, before: SketchedModel) -> SketchedModel | None:
         """The first model after the fault, or after the return from it."""
         last = before
         for one in models(self._orders, self._target):
@@ -202,7 +202,7 @@ class _Fault:
             last = one
         return None
 
-    def _nearer(self, before: Model, first: Model) -> float:
+    def _nearer(self, before: SketchedModel, first: SketchedModel) -> float:
         """Distance of a model from that of a peer, over that from the own old one.
 
         NaN where the old model is about as near to the peers as they to each other, and
@@ -219,7 +219,7 @@ class _Fault:
         return min(_distance(first, x) for x in newest) / _distance(first, before)
 
 
-def _distance(model: Model, other: Model) -> float:
+def _distance(model: SketchedModel, other: SketchedModel) -> float:
     return float(np.linalg.norm(model.sketch - other.sketch))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from decentjax import WorkerState
 from decentjax.process import phases
 
-How = Literal["asleep", "locked"]
+Hang = Literal["asleep", "locked"]
 SKETCH_SIZE = 64
 READ_BYTES = 2**20  # Of the newest models of a process, some 700 of them.
 CONFIG = """\
@@ -54,10 +54,10 @@ class Order(NamedTuple):
     phase: str
     seconds: float
     step: int = 0
-    how: How = "asleep"
+    how: Hang = "asleep"
 
 
-class Model(NamedTuple):
+class SketchedModel(NamedTuple):
     """A model that a process has had.
 
     Args:
@@ -108,7 +108,7 @@ def taken(folder: Path, process: int) -> tuple[float, int] | None:
     return when, step
 
 
-def models(folder: Path, process: int) -> list[Model]:
+def models(folder: Path, process: int) -> list[SketchedModel]:
     """The models that a process has had of late, in order."""
     path = folder / f"models-{process}.jsonl"
     if not path.exists():
@@ -119,7 +119,7 @@ def models(folder: Path, process: int) -> list[Model]:
         # The first may be cut, and the last may be written right now.
         lines = file.read().split(b"\n")[start > 0 : -1]
     rows = map(json.loads, lines)
-    return [Model(t, life, step, np.array(x)) for t, life, step, x in rows]
+    return [SketchedModel(t, life, step, np.array(x)) for t, life, step, x in rows]
 
 
 def obey(folder: str) -> None:

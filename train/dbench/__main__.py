@@ -31,8 +31,8 @@ from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import (
-    Batch,
     Cell,
+    HeldBatch,
     Scaling,
     make_cells,
     say_left_out,
@@ -52,7 +52,7 @@ def dbench(
     workers: tuple[int, ...] = (8, 16, 32),
     seeds: int = 3,
     first_seed: int = 0,
-    batch: Batch = "local",
+    batch: HeldBatch = "local",
     scaling: Scaling = "none",
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
     change: Changes = (),

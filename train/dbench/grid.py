@@ -12,7 +12,7 @@ from train.config import Config, FixedPolicy, Policy, RoundsConfig, TopologyConf
 from train.fields import place_of
 from train.run.method import build_method
 
-Batch = Literal["local", "global"]
+HeldBatch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
 ALL_REDUCE = "all_reduce"
 OWN = "own"  # The config's own graph, whether named or made by a function, and policy.
@@ -47,7 +47,7 @@ def make_cells(
     config: Config,
     graphs: tuple[str, ...],
     workers: tuple[int, ...],
-    batch: Batch,
+    batch: HeldBatch,
     scaling: Scaling,
 ) -> list[Cell]:
     """Returns the cells, by scale and graph.
@@ -187,7 +187,7 @@ def _cell(
     graph: str,
     fields: dict[str, Any],
     count: int,
-    batch: Batch,
+    batch: HeldBatch,
     power: float,
 ) -> Cell:
     base, optimizer = config.workers, config.optimizer

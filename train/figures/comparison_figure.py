@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from train.figures.style import grid
 
-Curve = Sequence[tuple[float, Sequence[float]]]
+SeedCurve = Sequence[tuple[float, Sequence[float]]]
 
 
 class Panel(NamedTuple):
@@ -21,7 +21,7 @@ class Panel(NamedTuple):
       y: label of the axis of values.
     """
 
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, SeedCurve]
     x: str
     y: str
 
@@ -56,7 +56,7 @@ def draw_comparison(
     return figure
 
 
-def _draw_curve(axis: Axes, rows: Curve, color: str, name: str) -> None:
+def _draw_curve(axis: Axes, rows: SeedCurve, color: str, name: str) -> None:
     x, of_seeds = zip(*rows, strict=True)
     values = np.array(of_seeds)
     marker = "o" if len(x) == 1 else ""  # A line of one point is invisible.

@@ -15,13 +15,13 @@ from train.run.history import History
 SILENT = 10  # Times the usual time between two rows is a gap.
 LEAST_SECONDS = 2.0  # Shorter gaps are not drawn.
 
-Life = list[tuple[float, dict]]
+Lifetime = list[tuple[float, dict]]
 """The rows of one start of a process, with the time of each, seconds since 1970."""
 
 
-def lives(run: History) -> list[Life]:
+def lives(run: History) -> list[Lifetime]:
     """The rows of a process, by its starts."""
-    found: list[Life] = []
+    found: list[Lifetime] = []
     offset = 0.0
     for row in run.rows:
         if "began" in row:
@@ -32,7 +32,7 @@ def lives(run: History) -> list[Life]:
     return [life for life in found if len(life) > 1]
 
 
-def spans(life: Life) -> list[tuple[float, float]]:
+def spans(life: Lifetime) -> list[tuple[float, float]]:
     """When a process trained between its start and its end: without long gaps."""
     times = [time for time, row in life if "loss" in row or "joined_after" in row]
     if len(times) < 2:
@@ -77,7 +77,7 @@ def draw_members(
 
 
 def _draw_life(
-    who: Axes, loss: Axes, life: Life, place: int, first: float, is_last: bool
+    who: Axes, loss: Axes, life: Lifetime, place: int, first: float, is_last: bool
 ) -> None:
     colour = f"C{place}"
     trained = spans(life)

@@ -32,7 +32,7 @@ CHUNK_BYTES = 2**16
 MAX_STREAM_BYTES = 2**24  # A table, with the rows of one step more.
 MAX_MEMORY = 2**26  # Of the decompressor.
 
-Row = tuple[str, ...]
+RecordRow = tuple[str, ...]
 
 
 class UsedRecord:
@@ -126,9 +126,9 @@ def has_record(folder: Path) -> bool:
     return any((folder / name).exists() for name in (USED, ARCHIVE))
 
 
-def _cut(folder: Path, start: int) -> tuple[int, list[Row]]:
+def _cut(folder: Path, start: int) -> tuple[int, list[RecordRow]]:
     """Where the archive is to end, and the later rows before a step."""
-    end, rows = 0, list[Row]()
+    end, rows = 0, list[RecordRow]()
     for place, block in _blocks(folder / ARCHIVE):
         rows = [row for row in block if int(row[0]) < start]
         if len(rows) < len(block):
@@ -138,7 +138,7 @@ def _cut(folder: Path, start: int) -> tuple[int, list[Row]]:
     return end, [row for row in _table(folder, after) if int(row[0]) < start]
 
 
-def _rows(folder: Path) -> Iterator[Row]:
+def _rows(folder: Path) -> Iterator[RecordRow]:
     after = -1
     for _, block in _blocks(folder / ARCHIVE):
         yield from block
@@ -146,7 +146,7 @@ def _rows(folder: Path) -> Iterator[Row]:
     yield from _table(folder, after)
 
 
-def _table(folder: Path, after: int) -> list[Row]:
+def _table(folder: Path, after: int) -> list[RecordRow]:
     """The rows of the table, without those that are in the archive too."""
     path = folder / USED
     if not path.is_file():
@@ -155,7 +155,7 @@ def _table(folder: Path, after: int) -> list[Row]:
     return [row for row in rows if int(row[0]) > after]
 
 
-def _blocks(path: Path) -> Iterator[tuple[int, list[Row]]]:
+def _blocks(path: Path) -> Iterator[tuple[int, list[RecordRow]]]:
     """The whole streams of an archive: the end and the rows of each."""
     if not path.is_file():
         return
@@ -189,7 +189,7 @@ def _stream(file: BinaryIO) -> str | None:
     return b"".join(parts).decode(errors="replace")
 
 
-def _parsed(text: str, path: Path) -> Iterator[Row]:
+def _parsed(text: str, path: Path) -> Iterator[RecordRow]:
     """The whole rows of a table, in the order of `COLUMNS`."""
     head, *lines = text.split("\n")
     names = head.split(",")
@@ -209,7 +209,7 @@ def _parsed(text: str, path: Path) -> Iterator[Row]:
         warn(f"{path}: left out {broken} broken row(s)")
 
 
-def _is_row(row: Row) -> bool:
+def _is_row(row: RecordRow) -> bool:
     own, taken, weight = row[:3], row[3:6], row[6]
     is_taken = all(map(_is_count, taken)) and (not weight or _is_weight(weight))
     return all(map(_is_count, own)) and (not any(row[3:]) or is_taken)

@@ -56,7 +56,7 @@ class Rollout(NamedTuple):
     reached: jax.Array
 
 
-Policy = Callable[
+Agent = Callable[
     [jax.Array, Observation, jax.Array], tuple[jax.Array, jax.Array, jax.Array]
 ]
 """(memory, observation, place) -> (memory, logits, values).
@@ -97,7 +97,7 @@ def _bits(x: jax.Array, dtype: Any, of: Any) -> jax.Array:
 
 def play(
     world: World,
-    policy: Policy,
+    policy: Agent,
     memory: jax.Array,
     episodes: Mapping[str, jax.Array],
     key: jax.Array,
@@ -192,7 +192,7 @@ def uniform(memory: jax.Array, observation: Observation, place: jax.Array):
     return memory, jnp.zeros((len(place), NUM_ACTIONS)), jnp.zeros(len(place))
 
 
-def shortest_path_policy(episodes: Mapping[str, jax.Array]) -> Policy:
+def shortest_path_policy(episodes: Mapping[str, jax.Array]) -> Agent:
     """A policy that knows the map: its likeliest action is on a shortest path."""
 
     def after(distance: jax.Array, place: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ from train.models.sizes import MOST_EXAMPLES, check_positive
 from train.tasks.grid_world import (
     NUM_ACTIONS,
     NUM_KINDS,
-    Policy,
+    Agent,
     Rollout,
     World,
     empty_rollout,
@@ -251,7 +251,7 @@ def _loss_fn(
     return loss, (PPOState(pack(rollout), actions), metrics)
 
 
-def _with_memory(net: Navigator, num_episodes: int) -> tuple[Policy, jax.Array]:
+def _with_memory(net: Navigator, num_episodes: int) -> tuple[Agent, jax.Array]:
     """The policy of a network, and its hidden state at the start of episodes."""
 
     def policy(memory: jax.Array, observation: Observation, place: jax.Array):
@@ -317,7 +317,7 @@ def _score_fn(
 def _baselines(world: World, episodes: Any) -> dict[str, float]:
     """SPL of random actions, and of shortest paths."""
 
-    def score(policy: Policy, greedy: bool) -> float:
+    def score(policy: Agent, greedy: bool) -> float:
         memory = jnp.zeros((len(episodes["goal"]), 0))
         key = jax.random.key(0)
         run = jax.jit(functools.partial(play, world, policy, greedy=greedy))

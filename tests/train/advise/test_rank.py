@@ -18,17 +18,12 @@ import train.__main__
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
 from tests import tiny
+from tests.changes import changed
 from tests.checkout import ROOT
 from tests.run_folders import advice_in
 from train.advise import __main__ as program
 from train.advise import advice_report, rank
-from train.advise.rank import (
-    Prediction,
-    advise,
-    candidates,
-    fitting,
-    predict,
-)
+from train.advise.rank import Prediction, advise, candidates, fitting, predict
 from train.advise.setting import Flags, Setting
 from train.cli.progress import over
 from train.config import TopologyConfig, WorkersConfig
@@ -52,7 +47,7 @@ def flags(**changes) -> Flags:
         distribution="constant",
         params="65M",
     )
-    return dataclasses.replace(made, **changes)
+    return changed(made, **changes)
 
 
 def rows_of(
@@ -78,50 +73,38 @@ def trained_with(path: Path, *arguments: str):
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "wanted"),
+    ("parse", "wanted"),
     [
-        (rate, "25gbit", 25e9 / 8),
-        (rate, "8bit", 1.0),
-        (rate, "10 kbit", 1250.0),
-        (rate, "100mbit", 12.5e6),
-        (rate, "1.6tbit", 2e11),
-        (seconds, "65ms", 0.065),
-        (seconds, "20us", 20e-6),
-        (seconds, "3ns", 3e-9),
-        (seconds, " .5s ", 0.5),
-        (seconds, "0s", 0.0),
-        (count, "65M", 65e6),
-        (count, "1.5B", 1.5e9),
-        (count, "2.K", 2000.0),
-        (count, "1T", 1e12),
-        (count, "1234", 1234.0),
+        (rate, {"25gbit": 25e9 / 8, "8bit": 1.0, "10 kbit": 1250.0, "1.6tbit": 2e11}),
+        (seconds, {"65ms": 0.065, "20us": 20e-6, "3ns": 3e-9, " .5s ": 0.5, "0s": 0.0}),
+        (count, {"65M": 65e6, "1.5B": 1.5e9, "2.K": 2000.0, "1T": 1e12, "1234": 1234}),
     ],
 )
-def test_a_number_is_read_in_its_unit(parse, text, wanted):
-    assert parse("size", text) == pytest.approx(wanted, rel=1e-12)
+def test_a_number_is_read_in_its_unit(parse, wanted):
+    assert {text: parse("size", text) for text in wanted} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
-    ("parse", "text", "units"),
+    ("parse", "texts", "units"),
     [
-        (rate, "25", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (rate, "25 Gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (rate, "gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (rate, "-1gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
-        (seconds, "65", "ns, us, ms, s, such as 65ms"),
-        (seconds, "-65ms", "ns, us, ms, s, such as 65ms"),
-        (seconds, "1.2.3s", "ns, us, ms, s, such as 65ms"),
-        (seconds, "1s and more", "ns, us, ms, s, such as 65ms"),
-        (seconds, "", "ns, us, ms, s, such as 65ms"),
-        (count, "65m", "K, M, B, T, such as 65M"),
-        (count, "nan", "K, M, B, T, such as 65M"),
+        (
+            rate,
+            ["25", "25 Gbit", "gbit", "-1gbit"],
+            "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)",
+        ),
+        (
+            seconds,
+            ["65", "-65ms", "1.2.3s", "1s and more", ""],
+            "ns, us, ms, s, such as 65ms",
+        ),
+        (count, ["65m", "nan"], "K, M, B, T, such as 65M"),
     ],
 )
-def test_a_number_without_its_unit_is_refused(parse, text, units):
-    with pytest.raises(ValueError, match=r"^size must be a number") as refused:
-        parse("size", text)
-    sentence = f"size must be a number with one of the units {units}, got {text!r}"
-    assert str(refused.value) == sentence
+def test_a_number_without_its_unit_is_refused(parse, texts, units):
+    for text in texts:
+        sentence = f"size must be a number with one of the units {units}, got {text!r}"
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+            parse("size", text)
 
 
 def test_a_duration_is_read_in_seconds_or_milliseconds():
@@ -200,7 +183,7 @@ def test_a_spread_that_nobody_gave_is_said():
     told = flags(distribution="gamma")
     (line,) = told.setting().facts
     assert line.startswith("sigma = 0.05 is assumed")
-    given = dataclasses.replace(told, sigma=0.05).setting()
+    given = changed(told, sigma=0.05).setting()
     assert given.facts == flags().setting().facts == ()
     drawn = [one.job.draw(2, 4, 0) for one in (told.setting(), given)]
     np.testing.assert_array_equal(*drawn)
@@ -219,29 +202,17 @@ def test_late_workers_are_late_by_the_given_time():
         ({"between": "0gbit"}, "between must be positive, got '0gbit'"),
         ({"inside": "0gbit"}, "inside must be positive, got '0gbit'"),
         ({"between": "25"}, "between must be a number with one of the units bit, kbi"),
-        ({"inside": "fast"}, "inside must be a number with one of the units bit, kbi"),
         ({"inside": None}, "nodes of 4 workers need --inside, such as 600gbit"),
         ({"nodes": 0}, "num_nodes must be positive, got 0"),
-        ({"nodes": -4}, "num_nodes must be positive, got -4"),
-        ({"workers_per_node": 0}, "workers_per_node must be positive, got 0"),
-        (
-            {"workers_per_node": -2, "inside": None},
-            "workers_per_node must be positive, got -2",
-        ),
+        ({"workers_per_node": -2, "inside": None}, "workers_per_node must be positive"),
         ({"between_latency": "-1us"}, "between_latency must be a number with one of"),
         ({"inside_latency": "5"}, "inside_latency must be a number with one of"),
         ({"compute": "0ms"}, "compute time must be positive, got 0.0 s"),
-        ({"compute": "-1ms"}, "compute must be a number with one of the units ns, us"),
         ({"distribution": "gamma", "sigma": -0.1}, "sigma must not be negative, got"),
         ({"distribution": "normal", "sigma": math.nan}, "sigma must not be negative"),
-        (
-            {"late_workers": -1},
-            "late_workers and late_by need each other, got -1 and 0",
-        ),
         ({"late_workers": 2}, "late_workers and late_by need each other, got 2 and 0s"),
         ({"late_by": "1s"}, "late_workers and late_by need each other, got 0 and 1s"),
         ({"late_workers": -1, "late_by": "1s"}, "must not be negative, got -1 and 1.0"),
-        ({"late_by": "-1s"}, "late_by must be a number with one of the units ns"),
         ({"late_workers": 2, "late_by": "soon"}, "late_by must be a number with one o"),
         ({"params": "0"}, "model_bytes must be positive and finite, got 0.0"),
         ({"params": "-1M"}, "params must be a number with one of the units K, M, B"),
@@ -287,11 +258,7 @@ ANY_NUMBER = {
 
 @pytest.mark.parametrize(
     ("num_workers", "fits"),
-    [
-        (5, ANY_NUMBER),
-        (7, ANY_NUMBER),
-        (6, ANY_NUMBER | {"one_peer_ring", "torus"}),
-    ],
+    [(5, ANY_NUMBER), (7, ANY_NUMBER), (6, ANY_NUMBER | {"one_peer_ring", "torus"})],
 )
 def test_without_a_power_of_two_some_topologies_fit(num_workers, fits):
     fit, unfit = fitting(num_workers, 1)
@@ -333,7 +300,7 @@ def test_the_topology_that_one_has_is_looked_at_once():
     assert unfit == wanted
     assert [config for config, _ in (last_but_one, last)] == [damped, own[2]]
     assert last_but_one[1] == topology.damped(topology.ring(8), 0.5)
-    setting = dataclasses.replace(flags(nodes=8, workers_per_node=1).setting(), own=own)
+    setting = changed(flags(nodes=8, workers_per_node=1).setting(), own=own)
     *_, row, last_row = rows_of(setting).values()
     assert (row.name, last_row.name) == ("ring, damped by 0.5", "ring_lattice (2)")
     config = trained_with(TINY_FILE, *MANY, *shlex.split(row.flags))
@@ -352,7 +319,7 @@ def test_the_name_of_a_topology_says_its_options():
     }
     fit, _ = fitting(8, 1, tuple(own.values()))
     setting = flags(nodes=8, workers_per_node=1).setting()
-    setting = dataclasses.replace(setting, own=tuple(own.values()))
+    setting = changed(setting, own=tuple(own.values()))
     rows = rows_of(setting)
     for name, (_, made) in zip(own, fit[-len(own) :], strict=True):
         row = rows[name]
@@ -385,7 +352,7 @@ def test_more_workers_than_can_be_looked_at_are_refused(monkeypatch):
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 def test_a_step_of_all_reduce_has_its_closed_form(nodes, between, forward_share):
     asked = flags(nodes=nodes, workers_per_node=1, between=between)
-    setting = dataclasses.replace(asked, forward_share=forward_share).setting()
+    setting = changed(asked, forward_share=forward_share).setting()
     found = rank.compare(setting, 7, 0)
     row = found.rows[0]
     exchange = 2 * (nodes - 1) / nodes * MODEL / rate("between", between)
@@ -607,7 +574,7 @@ MEAN_OF_ALL = topology.complete(4)
 )
 def test_an_exchange_is_hidden_as_the_overlap_says(overlap, compute, wanted):
     asked = flags(workers_per_node=1, between="1gbit", params="12.5M", overlap=overlap)
-    setting = dataclasses.replace(asked, compute=compute).setting()
+    setting = changed(asked, compute=compute).setting()
     # 2 * 3 / 4 of 50 MB at 125 MB/s.
     assert setting.exchange_seconds(MEAN_OF_ALL) == pytest.approx(0.6)
     starts = setting.simulate(MEAN_OF_ALL, 5, 0).start
@@ -616,10 +583,10 @@ def test_an_exchange_is_hidden_as_the_overlap_says(overlap, compute, wanted):
 
 def test_only_the_background_sends_bucket_by_bucket():
     asked = flags(workers_per_node=1, distribution="gamma", sigma=0.5)
-    asked = dataclasses.replace(asked, forward_share=0.3)
+    asked = changed(asked, forward_share=0.3)
     made = {}
     for overlap in ("in_step", "background", "none"):
-        setting = dataclasses.replace(asked, overlap=overlap).setting()
+        setting = changed(asked, overlap=overlap).setting()
         made[overlap] = setting.simulate(MEAN_OF_ALL, 9, 2).end[-1].mean()
         cluster, job = setting.cluster, setting.job
         wanted = runtime.background(cluster, job, MEAN_OF_ALL, 9, 2).end[-1].mean()
@@ -632,7 +599,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured():
     fit, _ = fitting(16, 4)
     measured = {made: 0.01 * (3 + k) for k, (_, made) in enumerate(fit)}
     asked = flags(compute="1s", between_latency="20us", inside_latency="5us").setting()
-    setting = dataclasses.replace(asked, measured={None: 0.4, **measured})
+    setting = changed(asked, measured={None: 0.4, **measured})
     for made, wanted in measured.items():
         assert setting.exchange_seconds(made) == wanted
         longest = setting.simulate(made, made.period, 0).exchange.max(1)
@@ -648,7 +615,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured():
 def test_a_step_that_waits_takes_the_measured_time():
     made = topology.exponential(16)
     asked = flags(compute="1ms", forward_share=1.0).setting()
-    setting = dataclasses.replace(asked, measured={None: 0.4, made: 0.3})
+    setting = changed(asked, measured={None: 0.4, made: 0.3})
     assert setting.ratios(made, 1, 0) == pytest.approx(
         (0.4 / 0.001, 0.75, 0.0), abs=1e-9
     )
@@ -667,7 +634,7 @@ def test_a_step_that_waits_takes_the_measured_time():
 def test_what_was_measured_of_one_worker_is_no_matter():
     alone = topology.complete(1)
     asked = flags(nodes=1, workers_per_node=1).setting()
-    setting = dataclasses.replace(asked, measured={None: 0.1, alone: 0.1})
+    setting = changed(asked, measured={None: 0.1, alone: 0.1})
     for scheme in (None, alone):
         times = setting.simulate(scheme, 3, 0)
         assert times.seconds_per_step() == pytest.approx(0.065)
@@ -690,22 +657,16 @@ ALL_REDUCE = made_row(
 )
 
 
-def test_the_fastest_is_advised():
-    rows = [made_row("a", step=0.8), made_row("b", step=0.5), made_row("c", step=0.6)]
-    advice = advise(ALL_REDUCE, rows)
-    assert advice.choice.name == "b"
-    assert advice.other == ALL_REDUCE
-    assert advice.reason.startswith("A step takes 500 ms instead of 1 s. A step of ")
-    assert "within" not in advice.reason
-
-
-def test_the_reason_says_what_is_exposed_and_waited_for():
+def test_the_fastest_is_advised_with_what_is_exposed_and_waited_for():
     baseline = ALL_REDUCE._replace(exposed=0.114, waiting=0.006)
-    best = made_row(step=0.5, exposed=0.014, waiting=0.002)
-    assert advise(baseline, [best]).reason == (
+    best = made_row("b", step=0.5, exposed=0.014, waiting=0.002)
+    rows = [made_row("a", step=0.8), best, made_row("c", step=0.6)]
+    assert advise(baseline, rows) == (
+        best,
+        baseline,
         "A step takes 500 ms instead of 1 s. A step of all-reduce has 114 ms of "
         "exposed communication and 6 ms of waiting for the slowest worker; here they "
-        "are 14 ms and 2 ms."
+        "are 14 ms and 2 ms.",
     )
 
 
@@ -819,14 +780,12 @@ config = dataclasses.replace(
     ("num_workers", "per_node", "overlap"),
     [(16, 4, "in_step"), (4, 2, "background"), (6, 2, "none"), (5, 1, "in_step")],
 )
-def test_the_flags_of_a_row_train_with_what_was_simulated(
-    num_workers, per_node, overlap, tmp_path
-):
+def test_flags_train_what_was_simulated(num_workers, per_node, overlap, tmp_path):
     path = tmp_path / "other.py"
     other = "in_step" if overlap == "background" else "background"
     path.write_text(OTHER.format(path=str(TINY_FILE), where=other))
     asked = flags(nodes=num_workers // per_node, workers_per_node=per_node)
-    found = rank.compare(dataclasses.replace(asked, overlap=overlap).setting(), 1, 0)
+    found = rank.compare(changed(asked, overlap=overlap).setting(), 1, 0)
     workers = (
         *("--workers.num-workers", str(num_workers)),
         *("--workers.workers-per-node", str(per_node)),
@@ -991,16 +950,10 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
         (("--steps", "0"), "error: steps must be positive, got 0"),
         (("--seed", "-1"), "error: seed must be at least 0, got -1"),
         (("--nodes", "2049"), "error: advice is for up to 4,096 workers, got 4,098"),
-        (
-            ("--late-workers", "2"),
-            "error: late_workers and late_by need each other, go",
-        ),
+        (("--late-workers", "2"), "error: late_workers and late_by need each other"),
         (("--out", str(TINY_FILE)), f"error: .*File exists: '{TINY_FILE}'"),
         (("--measure", "no.py"), "^error: there is no config file no.py$"),
-        (
-            ("--measure", "README.md"),
-            "^error: a config file must be a Python file NAME.py",
-        ),
+        (("--measure", "README.md"), "^error: a config file must be a Python file"),
     ],
 )
 def test_bad_input_gets_a_sentence(arguments, sentence, tmp_path):

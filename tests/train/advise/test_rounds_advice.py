@@ -116,7 +116,7 @@ def test_what_is_asked_for_is_written(tmp_path, capsys):
     assert main([*asked.split(), "--codecs", "top_k", "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "advice.json").read_text())["rounds"]
     assert [(row["name"], row["every_steps"], row["codec"]) for row in written] == [
-        ("DiLoCo", 7, "top_k"),
+        ("DiLoCo", 7, "top_k")
     ]
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     for row in (RoundsRow(**fields) for fields in written):

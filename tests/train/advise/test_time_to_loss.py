@@ -1,6 +1,5 @@
 """Which method reaches a loss first, by steps that were measured."""
 
-import dataclasses
 import io
 import json
 import re
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
+from tests.changes import changed
 from train.advise.__main__ import main as advise
 from train.advise.advice_report import say_race
 from train.advise.setting import Setting
@@ -27,12 +27,7 @@ from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.sections import kind_of, take_sections
-from train.config import (
-    Config,
-    RoundsConfig,
-    StepConfig,
-    TopologyConfig,
-)
+from train.config import Config, RoundsConfig, StepConfig, TopologyConfig
 
 QUALITY = load_config(Path("quality_ring"))
 MODEL, COMPUTE = 4e6, 0.1
@@ -46,7 +41,7 @@ def setting(rate: float, overlap="background", num_nodes=4) -> Setting:
 
 
 def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> Config:
-    return dataclasses.replace(
+    return changed(
         QUALITY,
         topology=TopologyConfig(name=topology),
         step=StepConfig(algorithm=algorithm, message_dtype=dtype),
@@ -55,10 +50,7 @@ def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> C
 
 
 ROUNDS = {"algorithm": "rounds", "every_steps": 4}
-TRACKING = {
-    **{"algorithm": "rounds", "every_steps": 1, "delay": 1},
-    "tracking": True,
-}
+TRACKING = {**{"algorithm": "rounds", "every_steps": 1, "delay": 1}, "tracking": True}
 RATE = 2e6  # A model takes 2 s.
 
 
@@ -157,10 +149,10 @@ def test_it_is_told_and_kept(tmp_path):
     ],
 )
 def test_the_command_of_the_first_trains_its_method(wanted, where):
-    default = dataclasses.replace(QUALITY, step=StepConfig())
+    default = changed(QUALITY, step=StepConfig())
     default, args = take_sections(default, flags_of(wanted, "background").split())
     made = tyro.cli(Config, default=default, args=args, config=AS_OPTIONS)
-    assert made == dataclasses.replace(wanted, exchange=kind_of("exchange", where)())
+    assert made == changed(wanted, exchange=kind_of("exchange", where)())
 
 
 def test_a_method_that_the_cluster_cannot_have_is_named():

@@ -1,6 +1,5 @@
 """Faults on purpose: what the program finds, and that it notices a broken promise."""
 
-import dataclasses
 import json
 import math
 import os
@@ -16,12 +15,13 @@ import pytest
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from tests import line
+from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import LONG, started
 from tests.machines import needs_root
 from train.chaos import jobs, members
 from train.chaos.__main__ import Row, main, separated
-from train.chaos.faults import FAULTS, Bench
+from train.chaos.faults import Bench
 from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
 from train.chaos.planted import sketch
 from train.figures.members_figure import draw_members, lives, spans
@@ -62,7 +62,7 @@ def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    train(dataclasses.replace(line.config, num_steps=2), folder)
+    train(changed(line.config, num_steps=2), folder)
     return folder
 
 
@@ -76,8 +76,8 @@ def test_what_is_saved_is_told_apart_by_each_array(run_dir, monkeypatch):
         if x.size:
             other = x.copy()
             other.flat[0] += 1
-            changed = {**found, name: other}
-            monkeypatch.setattr(jobs, "arrays", lambda _, changed=changed: changed)
+            spoilt = {**found, name: other}
+            monkeypatch.setattr(jobs, "arrays", lambda _, spoilt=spoilt: spoilt)
             assert saved(run_dir)[1] != digest, name
     monkeypatch.setattr(jobs, "arrays", lambda _: found)
     assert saved(run_dir) == (2, digest)
@@ -171,10 +171,6 @@ def test_a_process_trained_from_its_start_to_its_end_but_for_gaps():
     assert [text.get_text() for text in figure.axes[0].texts] == ["kill"]
 
 
-def test_faults_have_a_name_and_a_promise():
-    assert all(fault.promise for fault in FAULTS.values())
-
-
 def test_faults_may_be_separated_by_commas():
     words = ["--faults", "kill,full-disk", "nan", "--name", "kill,a"]
     assert separated(words) == ["--faults", "kill", "full-disk", *words[2:]]
@@ -193,6 +189,18 @@ def keeps(self, begin, *args):
     return join(self, begin, *args)._replace(state=begin.state)
 Joiner.join = keeps
 """
+WATCH = """
+import decentjax.distributed.watch as watch
+limit_of = watch.limit_of
+"""
+NAMES_NONE = f'{WATCH}watch.sentence = lambda *args: "somebody is late"'
+
+
+def limit(value: str) -> str:
+    """Code that gives a step another limit of time."""
+    return f"{WATCH}watch.limit_of = lambda *args: {value}"
+
+
 # A bug for each promise, planted in all processes, launchers too, and the fault that
 # shows it: the time that it takes, what it says, and what it saves.
 PROMISES = [
@@ -216,23 +224,8 @@ PROMISES = [
         """,
         "other numbers",
     ),
-    (
-        "freeze",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: 10 * limit_of(*args)
-        """,
-        "at most 7",
-    ),
-    (
-        "freeze",
-        """
-        import decentjax.distributed.watch as watch
-        watch.sentence = lambda *args: "somebody is late"
-        """,
-        "did not say 'gives no sign'",
-    ),
+    ("freeze", limit("10 * limit_of(*args)"), "at most 7"),
+    ("freeze", NAMES_NONE, "did not say 'gives no sign'"),
     (
         "stall",
         """
@@ -244,32 +237,9 @@ PROMISES = [
         """,
         "code|restarts, at most 0|did not come to",
     ),
-    (
-        "stuck",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: 8 + limit_of(*args)
-        """,
-        "at most 7",
-    ),
-    (
-        "slow",
-        """
-        import decentjax.distributed.watch as watch
-        watch.NAMED_AT = 1000.0
-        """,
-        "did not say 'others wait",
-    ),
-    (
-        "partition",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: 20 + limit_of(*args)
-        """,
-        "at most 10",
-    ),
+    ("stuck", limit("8 + limit_of(*args)"), "at most 7"),
+    ("slow", f"{WATCH}watch.NAMED_AT = 1000.0", "did not say 'others wait"),
+    ("partition", limit("20 + limit_of(*args)"), "at most 10"),
     (
         "corrupt",
         """
@@ -306,16 +276,8 @@ PROMISES = [
         """,
         "code 0, not with code 71",
     ),
-    (
-        "kill, elastic",
-        KEEPS_ITS_OWN,
-        "another model",
-    ),
-    (
-        "freeze, elastic",
-        KEEPS_ITS_OWN,
-        "another model",
-    ),
+    ("kill, elastic", KEEPS_ITS_OWN, "another model"),
+    ("freeze, elastic", KEEPS_ITS_OWN, "another model"),
     (
         "freeze, elastic",
         """
@@ -327,23 +289,8 @@ PROMISES = [
         """,
         "others took|never came back|another model",
     ),
-    (
-        "stuck, elastic",
-        """
-        import decentjax.distributed.watch as watch
-        watch.sentence = lambda *args: "somebody is late"
-        """,
-        "it was not named",
-    ),
-    (
-        "slow, elastic",
-        """
-        import decentjax.distributed.watch as watch
-        limit_of = watch.limit_of
-        watch.limit_of = lambda *args: limit_of(*args) / 3
-        """,
-        "it was started again",
-    ),
+    ("stuck, elastic", NAMES_NONE, "it was not named"),
+    ("slow, elastic", limit("limit_of(*args) / 3"), "it was started again"),
 ]
 
 

@@ -16,9 +16,10 @@ import pytest
 from decentjax.distributed.rendezvous import MissingError
 from tests import tiny
 from tests.checkout import ROOT
+from tests.jobs import python
 from train.__main__ import main as train_main
 from train.cli.command import command, sentence
-from train.cli.config_json import from_fields, read_config, to_json
+from train.cli.config_json import read_config, to_json
 from train.cli.families import matching_configs
 from train.cli.load import find_config, load_config
 from train.cli.sections import KINDS
@@ -80,9 +81,7 @@ def ended(error: BaseException) -> tuple[object, str]:
         (FloatingPointError("nan"), "at step 3", 71, "error: nan\n"),
     ],
 )
-def test_only_a_wrong_request_has_the_code_that_no_restart_mends(
-    error, note, code, said, monkeypatch, capsys
-):
+def test_the_code_that_no_restart_mends(error, note, code, said, monkeypatch, capsys):
     """Of a run alone and of peers: a job of processes has its own end."""
 
     def fail(*_):
@@ -165,9 +164,7 @@ def test_a_full_disk_and_memory_are_one_sentence():
     ],
 )
 @pytest.mark.parametrize("folder", ["", "."])
-def test_a_broken_config_file_is_a_sentence_with_its_line(
-    folder, text, message, tmp_path, monkeypatch
-):
+def test_a_broken_config_file_is_named(folder, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path(folder or tmp_path) / "broken.py"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -315,19 +312,9 @@ def test_no_field_holds_what_its_annotation_does_not(config):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: TopologyConfig(name="rign"),
-            "TopologyConfig.name must be one of 'complete', .*, got 'rign': did you "
-            "mean 'ring'?",
-        ),
-        (
-            lambda: StepConfig(message_dtype="bfloat32"),
-            "must be one of 'bfloat16' or None, got 'bfloat32': did you mean 'bfl",
-        ),
-        (
-            lambda: StepConfig(xla_options="xla_a=1"),
-            "StepConfig.xla_options must be a tuple, each part a string, got 'xla_a=1'",
-        ),
+        (lambda: TopologyConfig(name="rign"), "got 'rign': did you mean 'ring'"),
+        (lambda: StepConfig(message_dtype="bfloat32"), "got 'bfloat32': did you m"),
+        (lambda: StepConfig(xla_options="xla_a=1"), "a tuple, each part a string"),
         (lambda: StragglerConfig(who=(0, "1")), "who must be a tuple, each part an i"),
         (lambda: WorkersConfig(num_workers=True), "num_workers must be an integer of "),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "a number that float32 holds"),
@@ -362,7 +349,8 @@ def with_fields(**changes: object) -> str:
         (with_fields(num_steps={}), ": Config.num_steps must be an integer"),
         (with_fields(step=[]), r": step must be an object, .*, got \[\]"),
         (with_fields(later={}), ": a config of another version: 'later'"),
-        (with_fields(later=1), ": a config of another version: 'later'"),
+        (with_fields(optimizer={"nesterov": 1}), ": .* another version.*nesterov"),
+        (with_fields(task={"kind": "Unheard"}), ": .* must be .*got Unheard"),
     ],
 )
 def test_a_broken_config_of_a_run_is_a_sentence_with_its_name(text, message, tmp_path):
@@ -374,10 +362,6 @@ def test_a_broken_config_of_a_run_is_a_sentence_with_its_name(text, message, tmp
     if not message.startswith(":"):  # The report has no need of the others.
         with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}"):
             read_history(tmp_path)
-
-
-def test_a_config_of_a_run_is_read_as_it_was():
-    assert from_fields(json.loads(to_json(tiny.config))) == tiny.config
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -424,8 +408,7 @@ def test_what_the_system_refuses_is_a_sentence_with_the_path(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--seed", 2**64), ("--num-steps", 10**18), ("--seed", 2**32)],
+    ("option", "value"), [("--seed", 2**64), ("--num-steps", 10**18), ("--seed", 2**32)]
 )
 def test_numbers_that_jax_would_cut_are_refused(option, value):
     """The key of a seed is that of its last 32 bits."""
@@ -546,8 +529,7 @@ def test_a_command_without_a_task_loads_no_model(command):
         "try:\n    __main__.main()\nexcept SystemExit:\n    pass\n"
         "assert 'jax' in sys.modules and 'flax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", program)
 
 
 @pytest.mark.parametrize(

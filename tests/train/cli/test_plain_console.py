@@ -59,9 +59,7 @@ def test_names_stand_in_bars_as_they_are(name, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("terminal", ["", "1"])
-def test_folders_and_units_of_a_run_are_printed_as_they_are(
-    name, terminal, tmp_path, capsys, monkeypatch
-):
+def test_folders_are_printed_as_they_are(name, terminal, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.store.log.SECONDS_BETWEEN_LINES", -1.0)
     monkeypatch.setenv("FORCE_COLOR", terminal)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -103,9 +101,7 @@ def test_no_console_takes_names_for_markup():
     ],
 )
 @pytest.mark.parametrize("say", [print, lambda text: PlainConsole().print(text)])
-def test_what_the_output_cannot_encode_is_printed_as_escapes(
-    encoding, errors, wanted, say, monkeypatch
-):
+def test_the_rest_is_printed_as_escapes(encoding, errors, wanted, say, monkeypatch):
     out = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding, errors))
     with command():

@@ -5,13 +5,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from train.cli.tables import (
-    counted,
-    machine,
-    markdown,
-    to_json,
-    write_json,
-)
+from train.cli.tables import counted, machine, markdown, to_json, write_json
 
 
 class Point(NamedTuple):

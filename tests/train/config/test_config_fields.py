@@ -13,16 +13,11 @@ import optax
 import pytest
 
 from decentjax import topology
+from tests.changes import changed
 from tests.checkout import ROOT
 from tests.paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 from train.cli.sections import KINDS, kind_of
-from train.config import (
-    Config,
-    RoundsConfig,
-    StepConfig,
-    TopologyConfig,
-    WorkersConfig,
-)
+from train.config import Config, RoundsConfig, StepConfig, TopologyConfig, WorkersConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -57,7 +52,7 @@ def adapts(kind: str, **options: Any):
 
 def optimizer(**options: Any):
     """Changes of a config: its optimizer."""
-    return {"optimizer": dataclasses.replace(PLAIN.optimizer, **options)}
+    return {"optimizer": changed(PLAIN.optimizer, **options)}
 
 
 # Another value than its default, and changes of the config in which it matters.
@@ -130,7 +125,7 @@ ELSEWHERE = {
     "data.num_processes": "test_batches",
     "data.skew": "test_batches",
     "workers.devices_per_worker": "test_array_placement",  # The numbers stay the same.
-    "workers.where": "test_loop",
+    "workers.where": "test_array_placement",
     "optimizer.weight_decay": "test_optimizer_state",
     "rounds.error_kept": "test_rounds_section",  # A scalar is encoded almost as it is.
     "exchange.peers": "test_peer_run",
@@ -179,28 +174,21 @@ def effect_of_defaults(way, config: Config) -> object:
         return effect(way, config, Path(folder))
 
 
-def changed(config: Config, field: str, value: Any) -> Config:
-    section, name = field.partition(".")[0], field.rpartition(".")[2]
-    if section == name:
-        return dataclasses.replace(config, **{name: value})
-    part = dataclasses.replace(getattr(config, section), **{name: value})
-    return dataclasses.replace(config, **{section: part})
-
-
 @pytest.mark.slow
 @pytest.mark.draw(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_field_matters_wherever_a_config_trains(field, way, tmp_path):
     value, changes = OTHERS[field]
-    plain = dataclasses.replace(PLAIN, **{"num_steps": 6, **changes})
+    plain = changed(PLAIN, **{"num_steps": 6, **changes})
     if field == "step.xla_options":
         value = (f"xla_dump_to={tmp_path / 'dump'}",)
         if way is not of_the_clock:  # Which has no mesh.
-            workers = dataclasses.replace(plain.workers, where="mesh")
-            plain = dataclasses.replace(plain, workers=workers)
+            plain = changed(plain, workers=dict(where="mesh"))
     try:
-        found = effect(way, changed(plain, field, value), tmp_path)
+        section, *names = field.split(".")
+        value = {names[-1]: value} if names else value
+        found = effect(way, changed(plain, **{section: value}), tmp_path)
     except ValueError as error:
         found = str(error)
     if field == "step.xla_options":

@@ -1,6 +1,5 @@
 """Rounds in the trainer: one result alone, on a mesh, as seeds and in a thread."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,6 +9,8 @@ import pytest
 from decentjax.analysis import traffic
 from decentjax.topology import complete
 from tests import line, rounds_line
+from tests.changes import changed
+from tests.run_folders import column
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,
@@ -29,11 +30,11 @@ from train.study.seeds import train_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-NOISY = dataclasses.replace(
+NOISY = changed(
     line.NOISY,
     name="rounds",
     task=rounds_line.config.task,
-    topology=TopologyConfig(name="complete"),
+    topology=dict(name="complete"),
 )
 METHODS = {
     "local_sgd": RoundsConfig(every_steps=5),
@@ -55,10 +56,7 @@ MORE = {
         RoundsConfig(every_steps=5, outer="heavy_ball", momentum=0.5),
         {"topology": TopologyConfig(name="random_matching")},
     ),
-    "muloco": (
-        METHODS["diloco"],
-        {"optimizer": dataclasses.replace(NOISY.optimizer, name="muon")},
-    ),
+    "muloco": (METHODS["diloco"], {"optimizer": changed(NOISY.optimizer, name="muon")}),
     "choco": (
         RoundsConfig(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
         {"topology": TopologyConfig(name="ring")},
@@ -73,11 +71,9 @@ MORE = {
 
 
 def config_of(method, **changes):
-    step = dataclasses.replace(NOISY.step, algorithm="rounds")
+    step = changed(NOISY.step, algorithm="rounds")
     rounds, others = MORE.get(method) or (METHODS[method], {})
-    return dataclasses.replace(
-        NOISY, **{"step": step, "rounds": rounds, **others, **changes}
-    )
+    return changed(NOISY, **{"step": step, "rounds": rounds, **others, **changes})
 
 
 def params_of(state):
@@ -90,7 +86,7 @@ def params_of(state):
 def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     config = config_of(method)
     train(config, tmp_path / "alone")
-    alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
+    alone = column(tmp_path / "alone")
     together = train_seeds(config, range(2), lambda *_: None)
     seeds = [values[0] for _, values in together.losses]
     np.testing.assert_allclose(alone, seeds, rtol=1e-4)
@@ -120,12 +116,12 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
     """Bit for bit, with what was on its way."""
     config = simulated = config_of(method)
     if where != "simulate":
-        config = dataclasses.replace(
+        config = changed(
             config,
             workers=WorkersConfig(num_workers=4, where="mesh"),
             exchange=kind_of("exchange", {"mesh": "in_step"}.get(where, where))(),
         )
-    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    train(changed(config, num_steps=11), tmp_path / "half")
     resumed = train(config, tmp_path / "half", Resume()).state
     whole = train(config, tmp_path / "whole").state
     jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
@@ -139,26 +135,23 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
 
 
 TRACKING = {
-    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "optimizer": changed(NOISY.optimizer, learning_rate=0.01),
     "step": StepConfig(algorithm="rounds"),
     "rounds": RoundsConfig(every_steps=1, delay=1, tracking=True),
 }
 LOCAL_TRACKING = {
-    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "optimizer": changed(NOISY.optimizer, learning_rate=0.01),
     "step": StepConfig(algorithm="rounds"),
     "rounds": RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True),
 }
-SGD = dataclasses.replace(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
-QG = {"optimizer": dataclasses.replace(SGD, name="qg_dsgdm")}
+SGD = changed(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
+QG = {"optimizer": changed(SGD, name="qg_dsgdm")}
 D2 = {
     "topology": TopologyConfig(name="ring", factor=0.5),
-    "optimizer": dataclasses.replace(SGD, name="exact_diffusion"),
+    "optimizer": changed(SGD, name="exact_diffusion"),
 }
 ATC = {"step": StepConfig(algorithm="atc")}
-ONES = {
-    "step": StepConfig(algorithm="rounds"),
-    "rounds": RoundsConfig(every_steps=1),
-}
+ONES = {"step": StepConfig(algorithm="rounds"), "rounds": RoundsConfig(every_steps=1)}
 
 
 @pytest.mark.slow
@@ -182,9 +175,9 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
     in_thread = where == "background"
     workers = WorkersConfig(num_workers=4, where="mesh" if in_thread else where)
     exchange = kind_of("exchange", where if in_thread else "auto")()
-    config = dataclasses.replace(NOISY, **changes, workers=workers, exchange=exchange)
+    config = changed(NOISY, **changes, workers=workers, exchange=exchange)
     whole = train(config, tmp_path / "whole").state
-    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    train(changed(config, num_steps=11), tmp_path / "half")
     resumed = train(config, tmp_path / "half", Resume()).state
     jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
     rows = read_metrics(tmp_path / "whole")
@@ -241,41 +234,35 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
     ("changes", "words"),
     [
         ({"exchange": BackgroundExchange()}, "rounds.delay to 1 or more"),
-        (
-            {"exchange": PeerExchange(way="swaps")},
-            "rounds are averaged as they arrive.* got swaps",
-        ),
+        ({"exchange": PeerExchange(way="swaps")}, "rounds are averaged as they"),
         (
             {
-                "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),
-                "rounds": RoundsConfig(codec="int8"),
+                "step": dict(algorithm="rounds", message_dtype="bfloat16"),
+                "rounds": dict(codec="int8"),
             },
             "messages have one form",
         ),
         (
-            {"rounds": COPIES, "topology": TopologyConfig(name="one_peer_ring")},
-            "copies of the peers need a graph that never changes, and one_peer_ring",
+            {"rounds": COPIES, "topology": dict(name="one_peer_ring")},
+            "copies of the peers need a graph that never changes",
         ),
         (
-            {"rounds": METHODS["sparse"], "topology": TopologyConfig(name="ring")},
-            "means over all workers, unlike ring every .*: use the complete graph",
+            {"rounds": METHODS["sparse"], "topology": dict(name="ring")},
+            "means over all workers, unlike ring every .*: use the",
         ),
         (
             {
-                "rounds": RoundsConfig(codec="int8"),
-                "topology": TopologyConfig(name="hierarchical"),
-                "workers": dataclasses.replace(NOISY.workers, workers_per_node=2),
+                "rounds": dict(codec="int8"),
+                "topology": dict(name="hierarchical"),
+                "workers": dict(workers_per_node=2),
             },
             "a codec needs exchanges of single workers, got nodes of 2",
         ),
         (
-            {"rounds": RoundsConfig(every_steps=3, delay=2, tracking=True)},
+            {"rounds": dict(every_steps=3, delay=2, tracking=True)},
             "take merge=shift, .* got replace with a delay of 2",
         ),
-        (
-            {"rounds": RoundsConfig(every_steps=2, fragments=3)},
-            "2 steps can have 1 to 2 fragments, got 3",
-        ),
+        ({"rounds": dict(every_steps=2, fragments=3)}, "2 steps can have 1 to 2 fragm"),
     ],
 )
 def test_where_rounds_cannot_be_is_refused(changes, words):
@@ -284,85 +271,53 @@ def test_where_rounds_cannot_be_is_refused(changes, words):
 
 
 def test_rounds_that_no_step_takes_are_refused(tmp_path):
-    config = dataclasses.replace(NOISY, rounds=RoundsConfig(every_steps=3))
+    config = changed(NOISY, rounds=RoundsConfig(every_steps=3))
     with pytest.raises(ValueError, match="the fields of rounds are for"):
         train(config, tmp_path)
 
 
-PEERS = PeerExchange()
+PEERS, SWAPS = PeerExchange(), PeerExchange(patience=None, way="swaps")
+DROPS = {"algorithm": "rounds", "not_finite": "quarantine"}
+NARROW = {"algorithm": "rounds", "message_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            D2 | {"topology": TopologyConfig(name="one_peer_ring", factor=0.5)},
-            r"use ring with topology.factor = 0.5, .* which has 2 exchanges in turn",
-        ),
-        (
-            D2 | {"topology": TopologyConfig(name="exponential")},
-            r"got exponential, which has directed edges",
-        ),
-        (
-            D2 | {"topology": TopologyConfig(name="ring")},
-            "got ring, which has a least eigenvalue of -0.333",
-        ),
-        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm uses the"),
-        (
-            LOCAL_TRACKING | D2,
-            "1 without codec and tracking, got rounds with 3, none and True",
-        ),
-        (
-            D2 | {"policy": DampingPolicy()},
-            "set policy to fixed, got damping",
-        ),
-        (
-            D2 | {"step": StepConfig(not_finite="quarantine")},
-            "set step.not_finite to stop, got quarantine",
-        ),
+        (D2 | {"topology": dict(name="one_peer_ring")}, "use ring with topology.fact"),
+        (D2 | {"topology": dict(name="exponential")}, "got exponential, which has"),
+        (D2 | {"topology": dict(name="ring")}, "a least eigenvalue of -0.33"),
+        (QG | {"step": dict(algorithm="all_reduce")}, "qg_dsgdm uses the"),
+        (LOCAL_TRACKING | D2, "without codec and tracking, got rounds with 3, none"),
+        (D2 | {"policy": DampingPolicy()}, "set policy to fixed, got damping"),
+        (D2 | {"step": dict(not_finite="quarantine")}, "set step.not_finite to stop"),
         (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
-        (
-            D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
-            "set exchange.way to arrived, got swaps",
-        ),
+        (D2 | {"exchange": SWAPS}, "set exchange.way to arrived, got swaps"),
         (TRACKING | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
-        (
-            TRACKING | {"exchange": QuorumExchange()},
-            "set exchange to peers, got quorum",
-        ),
-        (
-            LOCAL_TRACKING
-            | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},
-            "set step.not_finite to stop, got quarantine",
-        ),
-        (
-            TRACKING
-            | {"step": StepConfig(algorithm="rounds", message_dtype="bfloat16")},
-            "set step.message_dtype to None, got bfloat16",
-        ),
+        (TRACKING | {"exchange": QuorumExchange()}, "set exchange to peers, got"),
+        (LOCAL_TRACKING | {"step": DROPS}, "set step.not_finite to stop, got quarant"),
+        (TRACKING | {"step": NARROW}, "set step.message_dtype to None, got bfloat16"),
     ],
 )
 def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(NOISY, **changes)
+        changed(NOISY, **changes)
 
 
 @pytest.mark.slow
 def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
     rounds = RoundsConfig(every_steps=10)
-    config = dataclasses.replace(config_of("local_sgd", rounds=rounds), num_steps=5)
+    config = changed(config_of("local_sgd", rounds=rounds), num_steps=5)
     train(config, tmp_path)
     assert "= 10 is more than num_steps = 5: the run has 0 rounds" in (
         capsys.readouterr().err
     )
 
 
-def test_more_fragments_than_leaves_are_refused_before_data_is_read(
-    tmp_path, monkeypatch
-):
+def test_more_fragments_than_leaves_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(start_run, "build_steps", None)
     rounds = RoundsConfig(every_steps=8, fragments=5)
-    config = dataclasses.replace(config_of("diloco"), rounds=rounds)
+    config = changed(config_of("diloco"), rounds=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,17 +1,16 @@
 """Who gets which example, what takes an unreadable one's place, and reading ahead."""
 
 import collections
-import dataclasses
 import functools
 import multiprocessing
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from configs.wagma import wagma_digits as wagma
 from tests import line
+from tests.changes import changed
+from tests.jobs import python
 from train.config import DataConfig
 from train.data.batches import Unreadable, deal, feed, worker_steps
 from train.run.build import build_steps
@@ -87,9 +86,7 @@ def order(seed, count):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_no_example_comes_twice_in_a_pass(
-    num_workers,
-):
+def test_no_example_comes_twice_in_a_pass(num_workers):
     steps = worker_steps(Numbers(), num_workers, 3, seed=1)
     num_steps = NUM_EXAMPLES // (num_workers * 3)
     seen = np.concatenate([steps[t].arrays.ravel() for t in range(num_steps)])
@@ -234,14 +231,7 @@ def test_an_error_in_a_process_arrives():
 def test_a_script_that_closes_nothing_ends_cleanly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script],
-        env={"PYTHONPATH": ":".join(sys.path), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-W", "error", script)
     assert int(done.stdout) == 2 * sum(range(6))
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
@@ -297,7 +287,7 @@ def test_workers_pass_over_their_own_part():
 
 
 def test_a_config_deals_the_classes_of_its_task():
-    config = dataclasses.replace(wagma, data=DataConfig(skew=("dirichlet", 0.1)))
+    config = changed(wagma, data=DataConfig(skew=("dirichlet", 0.1)))
     workers = range(config.workers.num_workers)
     steps = build_steps(config, config.task.build(), workers)
     labels = np.concatenate([steps[t].arrays["label"] for t in range(30)], axis=1)
@@ -306,7 +296,7 @@ def test_a_config_deals_the_classes_of_its_task():
     even = build_steps(wagma, wagma.task.build(), workers)
     labels = np.concatenate([even[t].arrays["label"] for t in range(30)], axis=1)
     assert np.mean([len(set(row)) for row in labels.tolist()]) > 9
-    other = dataclasses.replace(line.config, data=config.data)
+    other = changed(line.config, data=config.data)
     with pytest.raises(ValueError, match=r"data.skew deals classes .* have none"):
         build_steps(other, other.task.build(), range(4))
     with pytest.raises(ValueError, match="positive concentration, got 0"):

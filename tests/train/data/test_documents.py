@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkout import ROOT
+from tests.jobs import python
 from train.data import text_files
 from train.data.documents import TextFiles
 from train.data.pairs import ParallelFiles
@@ -194,9 +194,7 @@ def test_wide_encodings_are_named_as_iconv_calls_them(tmp_path):
             "größer als\n東京 is\n" * 7,
         ):
             path.write_text(text, encoding=encoding)
-            with pytest.raises(
-                ValueError, match=rf"`iconv -f {encoding} -t"
-            ) as refused:
+            with pytest.raises(ValueError, match=f"-f {encoding} -t") as refused:
                 TextFiles([path], 0.3)
             command = str(refused.value).split("`")[1]
             command = command.replace("OLD", str(path)).replace("NEW", f"{path}.new")
@@ -224,9 +222,7 @@ def failed(*arguments: object) -> str:
     return str(ended.value)
 
 
-def test_what_is_left_out_is_counted_and_much_of_it_is_an_error(
-    corpus, tmp_path, capsys
-):
+def test_what_is_left_out_and_much_of_it_is_an_error(corpus, tmp_path, capsys):
     out = tmp_path / "out"
     options = (corpus, "--vocabulary", 280, "--held-out-share", 0.1, "--out", out)
     message = failed("text", *options)
@@ -320,13 +316,7 @@ def test_a_file_is_never_in_memory_as_a_whole(name, tmp_path):
         data = b"[" + data.replace(b"\n", b",\n") + b"]"
     data = gzip.compress(data, 1) if name.endswith("gz") else data
     (tmp_path / name).write_bytes(by_zstd(data) if name.endswith("zst") else data)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / name)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", MEMORY, tmp_path / name)
     count, kilobytes = map(int, done.stdout.split())
     assert count == 30_000
     assert kilobytes < 20_000

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from train.data import images
-from train.data.batches import Unreadable, feed, say_once, worker_steps
+from train.data.batches import Unreadable, feed, say_once
 from train.data.digit_images import read_digits, shift_digits
 from train.data.imagenet_files import (
     ARCHIVES,
@@ -68,19 +68,6 @@ def test_a_jpeg_of_any_kind_becomes_rgb(mode):
     assert decoded.shape == (70, 90, 3)
     assert decoded.dtype == np.uint8
     assert distance(decoded, image.convert("RGB")).mean() < 3
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1"])
-def test_a_png_of_any_kind_becomes_rgb(mode):
-    image = picture().convert(mode)
-    decoded = images.decode(encoded(image, "PNG"))
-    np.testing.assert_array_equal(decoded, image.convert("RGB"))
-
-
-def test_a_transparent_palette_becomes_rgb():
-    image = picture().convert("P")
-    data = encoded(image, "PNG", transparency=bytes(range(256)))
-    np.testing.assert_array_equal(images.decode(data), image.convert("RGB"))
 
 
 # Of PNG's kinds of color: the number of channels.
@@ -269,9 +256,7 @@ def test_the_random_crop_is_pillows_and_mirrored_half_the_time(kind, width, heig
     assert 5 <= mirrored <= 19
 
 
-def test_a_jpeg_is_decoded_at_the_smallest_sufficient_scale(
-    monkeypatch,
-):
+def test_a_jpeg_is_decoded_at_the_smallest_sufficient_scale(monkeypatch):
     decoded = []
     rgb = images._rgb
     monkeypatch.setattr(
@@ -460,17 +445,6 @@ def test_digits_are_split_by_class_into_all_of_scikit_learns():
     nearest = ((other[:, None] - flat[None]) ** 2).sum(-1).argmin(1)
     assert (train["label"][nearest] == test["label"]).mean() > 0.97
     assert not set(map(bytes, flat)) & set(map(bytes, other))
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-def test_digits_feed_workers(num_workers):
-    train, _ = read_digits()
-    steps = worker_steps(train, num_workers, 4, seed=0, transform=shift_digits)
-    batch = steps[2]
-    assert batch.arrays["image"].shape == (num_workers, 4, 8, 8, 1)
-    assert batch.arrays["image"].dtype == np.float32
-    assert batch.arrays["label"].shape == (num_workers, 4)
-    assert batch.arrays["label"].dtype == np.int32
 
 
 def test_a_shifted_digit_is_moved_sideways_by_up_to_one_pixel():

@@ -1,19 +1,18 @@
 """Text as tokens: nanoGPT's files, and how they are made."""
 
-import dataclasses
 import json
 import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from tests.changes import changed
+from tests.jobs import python
 from train.data import token_files as text_module
 from train.data.files import visible
 from train.data.token_files import (
@@ -271,7 +270,7 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     model = GPTConfig(vocabulary=300, context=8, num_layers=1, num_heads=2, width=8)
 
     def embedded(folder, vocabulary=300):
-        given = dataclasses.replace(model, vocabulary=vocabulary)
+        given = changed(model, vocabulary=vocabulary)
         task = build_task(TextTask(data=str(folder), model=given))
         params, _ = jax.eval_shape(task.init, jax.random.key(0))
         (rows,) = {x.shape[0] for x in jax.tree.leaves(params) if x.shape[0] > 100}
@@ -289,7 +288,7 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
     # A run keeps what it has found, wherever it is read later.
     found = TextTask(data=str(files), model=model).resolved()
     assert (found.tokens, found.model.vocabulary) == ("bytes", 300)
-    moved = dataclasses.replace(found, data=str(tmp_path / "no"))
+    moved = changed(found, data=str(tmp_path / "no"))
     assert moved.resolved() == moved
     assert build_task(moved).headline.name == "bits_per_byte"
     assert is_prepared(tmp_path / "no")
@@ -298,31 +297,19 @@ def test_a_task_takes_text_or_tokens_and_its_model_knows_them(files, tmp_path):
 
 
 @pytest.mark.nightly
-def test_text_is_trained_on_by_one_command_and_its_run_needs_it_no_more(
-    files, tmp_path
-):
+def test_a_run_on_text_needs_the_text_no_more(files, tmp_path):
     run = tmp_path / "run"
     sizes = ("--workers.num-workers", "2", "--workers.workers-per-node", "1")
     more = ("--task.model.context", "8", "--task.model.vocabulary", "9", "--bs", "2")
-
-    def call(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "decentjax", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-        )
-
     given = ("--task.data", files, "--num-steps", "4", *sizes, *more)
-    done = call("train", "text", *given, "--run-dir", run)
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "decentjax", "train", "text", *given, "--run-dir", run)
     assert "--num-steps is short: the warm-up takes 2 steps, not 50" in done.stdout
     task = json.loads((run / "config.json").read_text())["task"]
     assert (task["tokens"], task["model"]["vocabulary"]) == ("bytes", 256)
     # A run of an earlier version has not written what its tokens are, and resumes.
     assert trained_by({"task": {"tokens": "auto", "x": 1}}) == {"task": {"x": 1}}
     shutil.rmtree(files)
-    done = call("generate", run, "Doku", "--tokens", "5")
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "decentjax", "generate", run, "Doku", "--tokens", "5")
     assert done.stdout.startswith("Doku")
 
 
@@ -379,9 +366,7 @@ def test_tokens_that_are_missing_or_cut_off_are_named(tmp_path):
 def test_a_token_that_the_model_does_not_know_is_named(tmp_path):
     write_tokens(tmp_path, [3, 9, 1, 4, 4, 17, 2, 2, 0], [5])
     check_tokens(tmp_path, 18)
-    with pytest.raises(
-        ValueError, match=r"holds token 17, .* of 17 knows 0 to 16: .*18"
-    ):
+    with pytest.raises(ValueError, match=r"token 17, .* of 17 knows 0 to 16: .*18"):
         check_tokens(tmp_path, 17)
 
 

@@ -1,7 +1,6 @@
 """The grid of graphs and scales: its cells, what is measured, and what is kept."""
 
 import csv
-import dataclasses
 import functools
 import json
 import os
@@ -15,13 +14,10 @@ import pytest
 
 from decentjax import analysis, topology, worker_mesh
 from tests import job_line
+from tests.changes import changed, config_file
 from tests.checkout import ROOT
-from train.config import (
-    OptimizerConfig,
-    ThinningPolicy,
-    TopologyConfig,
-    WorkersConfig,
-)
+from tests.outcomes import outcome
+from train.config import OptimizerConfig, ThinningPolicy, TopologyConfig, WorkersConfig
 from train.dbench import cost
 from train.dbench.__main__ import dbench
 from train.dbench.cells import Result, train_cell
@@ -30,7 +26,6 @@ from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out, with_own
 from train.fields import place_of
 from train.figures.dbench_figure import draw_points
-from train.study.outcome import SeedsOutcome
 from train.study.seeds import train_seeds
 from train.study.tune import Grid, half
 from train.tasks.task import Headline
@@ -38,11 +33,11 @@ from train.tasks.task import Headline
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 FILE = Path(job_line.__file__)
-LINE = dataclasses.replace(
+LINE = changed(
     job_line.config,
     num_steps=12,
     workers=WorkersConfig(num_workers=4),
-    topology=TopologyConfig(name="ring"),
+    topology=dict(name="ring"),
 )
 MODEL_BYTES = 8  # Two numbers of float32.
 
@@ -88,7 +83,7 @@ def test_graphs_have_names_and_policies_too():
     assert made["one_peer_ring"].topology.name == "one_peer_ring"
     for name in POLICIES:
         assert made[name].policy.name == name
-    own = dataclasses.replace(LINE, topology=TopologyConfig(make=topology.alone))
+    own = changed(LINE, topology=TopologyConfig(make=topology.alone))
     for cell in make_cells(own, ("ring", "thinning"), (8,), "local", "none"):
         assert cell.config.topology.make is None  # It would go before the name.
     assert made["damping"].topology == made["merged"].topology == LINE.topology
@@ -102,7 +97,7 @@ def test_graphs_have_names_and_policies_too():
     ],
 )
 def test_the_graph_of_the_config_is_a_row_or_is_named(changes, name):
-    own = dataclasses.replace(LINE, **changes)
+    own = changed(LINE, **changes)
     (cell,) = make_cells(own, ("own",), (4,), "local", "none")
     assert (cell.config.topology, cell.config.policy) == (own.topology, own.policy)
     assert f"{name}; --graphs own" in say_left_out(own, ("ring", "complete"))
@@ -113,7 +108,7 @@ def test_the_graph_of_the_config_is_a_row_or_is_named(changes, name):
 @pytest.mark.parametrize("field", ["topology", "method"])
 def test_a_function_of_the_config_is_a_row_under_its_name(field):
     value = TopologyConfig(make=topology.alone) if field == "topology" else ring_again
-    own = dataclasses.replace(LINE, **{field: value})
+    own = changed(LINE, **{field: value})
     place = place_of(topology.alone if field == "topology" else ring_again)
     for given in (("complete",), ("own", "complete"), ("complete", place)):
         graphs = with_own(own, given)
@@ -128,8 +123,7 @@ def test_a_function_of_the_config_is_a_row_under_its_name(field):
 
 
 def test_workers_that_do_not_fill_their_nodes_are_a_row():
-    nodes = dataclasses.replace(LINE.workers, workers_per_node=4)
-    config = dataclasses.replace(LINE, workers=nodes)
+    config = changed(LINE, workers=dict(workers_per_node=4))
     (fits, odd) = make_cells(config, ("ring",), (8, 6), "local", "none")
     assert fits.config is not None
     assert odd.reason == "6 workers do not fill nodes of 4"
@@ -163,9 +157,7 @@ def test_a_graph_that_a_scale_cannot_have_is_a_row():
         ),
     ],
 )
-def test_grids_that_make_no_sense_are_refused_before_anything_runs(
-    options, words, tmp_path
-):
+def test_grids_that_make_no_sense_are_refused(options, words, tmp_path):
     given = {"graphs": ("ring",), "workers": (4,), **options}
     with pytest.raises(ValueError, match=words):
         dbench(FILE, out=tmp_path / "out", **given)
@@ -189,7 +181,7 @@ def test_a_grid_that_takes_longer_than_it_may_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_sent_and_how_far_replicas_are_apart():
-    config = dataclasses.replace(LINE, num_steps=7)
+    config = changed(LINE, num_steps=7)
     outcome = train_seeds(config, range(2), ignore)
     # The ring of four: two peers, and the model sent to each.
     assert outcome.sent["connections"] == [2.0, 2.0]
@@ -202,8 +194,9 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
         np.sqrt((distances**2).sum(1)), outcome.consensus_distance, rtol=1e-5
     )
     assert (np.array(found["gini"]) > 0).any()
-    all_reduce = dataclasses.replace(config.step, algorithm="all_reduce")
-    whole = train_seeds(dataclasses.replace(config, step=all_reduce), range(2), ignore)
+    whole = train_seeds(
+        changed(config, step=dict(algorithm="all_reduce")), range(2), ignore
+    )
     assert np.abs(whole.dispersion[-1][1]["gini"]).max() < 1e-7
     sent = analysis.traffic(topology.complete(4), MODEL_BYTES)[0]
     assert whole.sent["per worker"] == [sent.worker_bytes.mean()] * 2
@@ -323,10 +316,10 @@ def test_equal_scores_are_drawn_too():
 
 def test_models_that_overflow_diverge():
     """After a finite loss, in the last update."""
-    config = dataclasses.replace(
+    config = changed(
         LINE,
         num_steps=1,
-        step=dataclasses.replace(LINE.step, algorithm="atc"),
+        step=dict(algorithm="atc"),
         optimizer=OptimizerConfig(
             name="sgd", learning_rate=3e38, warmup_steps=0, clip_norm=None
         ),
@@ -337,16 +330,9 @@ def test_models_that_overflow_diverge():
 
 @pytest.mark.slow
 def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
-    file = tmp_path / "fails.py"
-    file.write_text(
-        "import dataclasses\n"
-        "from tests.job_line import config\n"
-        "from train.config import TopologyConfig, WorkersConfig\n"
-        "config = dataclasses.replace(\n"
-        "    config, num_steps=12, workers=WorkersConfig(num_workers=4),\n"
-        "    topology=TopologyConfig(name='ring'),\n"
-        "    optimizer=dataclasses.replace(config.optimizer, learning_rate=1e30))\n"
-    )
+    own = "num_steps=12, topology=dict(name='ring'), optimizer=dict(learning_rate=1e30)"
+    workers = "workers=WorkersConfig(num_workers=4)"
+    file = config_file(tmp_path / "fails.py", f"{own}, {workers}")
     results = dbench(file, ("ring", "complete"), (4,), seeds=1, out=tmp_path / "out")
     assert [one.outcome for one in results] == [None, None]
     assert all(one.error.startswith("the loss is") for one in results)
@@ -354,22 +340,17 @@ def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
 
 
 def result(graph, connections, scores, early):
-    outcome = SeedsOutcome(
-        seconds=1.0,
-        losses=[],
-        training_loss=[0.0] * len(scores),
+    late, num_seeds = [1.0] * len(scores), len(scores)
+    ginis = [[[x] for x in (early if t < 10 else late)] for t in range(100)]
+    made = outcome(
+        scores,
         evaluations=[(1, {"top_1": scores})],
-        judged={},
         workers={"top_1": [[score] for score in scores]},
-        consensus_distance=[0.0] * len(scores),
         tensors=["w"],
-        dispersion=[
-            (t, {"gini": [[x] for x in (early if t < 10 else [1.0] * len(scores))]})
-            for t in range(100)
-        ],
-        sent={"connections": [connections] * len(scores)},
+        dispersion=[(t, {"gini": gini}) for t, gini in enumerate(ginis)],
+        sent={"connections": [connections] * num_seeds},
     )
-    return Result(Cell(graph, 8, LINE), outcome)
+    return Result(Cell(graph, 8, LINE), made)
 
 
 def test_a_claim_is_tested_within_scales():

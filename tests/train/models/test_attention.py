@@ -28,18 +28,20 @@ def float32(*arrays):
     return [jnp.asarray(x, jnp.float32) for x in arrays]
 
 
-def test_keys_from_the_length_on_are_not_seen():
-    q, k, v = draw((4, 5, 5))
-    lengths = jnp.array([1, 3, 5])
-    out = attend(*float32(q, k, v), lengths, "xla")
-    seen = np.broadcast_to(np.arange(5) < np.array(lengths)[:, None, None], (3, 4, 5))
-    np.testing.assert_allclose(out, numpy_attend(q, k, v, seen), atol=1e-6)
-
-
-def test_a_causal_query_sees_the_keys_up_to_itself():
-    q, k, v = draw()
-    out = attend(*float32(q, k, v), None, "auto")
-    seen = np.broadcast_to(np.tri(5, dtype=bool), (3, 5, 5))
+@pytest.mark.parametrize(
+    ("queries", "lengths", "seen"),
+    [
+        # Keys from the length on are not seen.
+        (4, [1, 3, 5], np.arange(5) < np.array([1, 3, 5])[:, None, None]),
+        # A causal query sees the keys up to itself.
+        (5, None, np.tri(5, dtype=bool)),
+    ],
+)
+def test_a_query_sees_its_keys(queries, lengths, seen):
+    q, k, v = draw((queries, 5, 5))
+    lengths = lengths and jnp.array(lengths)
+    out = attend(*float32(q, k, v), lengths, "auto" if lengths is None else "xla")
+    seen = np.broadcast_to(seen, (3, queries, 5))
     np.testing.assert_allclose(out, numpy_attend(q, k, v, seen), atol=1e-6)
 
 

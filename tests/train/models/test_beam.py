@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.record_peers import numbers
+from tests.numbered import numbered
 from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.translation import DecodingConfig
@@ -201,13 +201,7 @@ def small_transformer() -> Transformer:
     config = TransformerConfig(
         vocabulary=9, context=8, num_layers=1, num_heads=2, width=8, hidden=8
     )
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    state = jax.tree.map_with_path(
-        lambda path, x: jnp.asarray(numbers(jax.tree_util.keystr(path), x.shape)),
-        nnx.state(model),
-    )
-    nnx.update(model, state)
-    return model
+    return numbered(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.slow

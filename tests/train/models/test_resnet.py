@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.numbered import numbered
 from tests.record_peers import images, numbers, recorded
+from tests.trees import assert_close
 from train.models.resnet import NormedConv, ResidualBlock, ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -19,15 +21,8 @@ def config(depth=8, **changes) -> ResNetConfig:
 
 
 def make(depth=8, **changes) -> ResNet:
-    """A model with numbers from NumPy, which are there sooner than those of JAX."""
     sizes = config(depth, **changes)
-    model = nnx.eval_shape(lambda: ResNet(sizes, rngs=nnx.Rngs(0)))
-    state = jax.tree.map_with_path(
-        lambda path, x: jnp.asarray(numbers(jax.tree_util.keystr(path), x.shape)),
-        nnx.state(model),
-    )
-    nnx.update(model, state)
-    return model
+    return numbered(lambda: ResNet(sizes, rngs=nnx.Rngs(0)))
 
 
 def copy_kernel(conv: nnx.Conv, name: str):
@@ -117,11 +112,10 @@ def test_training_moves_the_running_statistics_as_torch_does():
 
 def test_evaluation_leaves_the_running_statistics():
     model = make(8)
-    before = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+    before = jax.device_get(nnx.state(model, nnx.BatchStat))
     run(model, train=False)
-    after = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one, other)
+    after = nnx.state(model, nnx.BatchStat)
+    assert_close(before, after)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +126,7 @@ def test_evaluation_leaves_the_running_statistics():
         ({"depth": 20, "num_classes": 10}, 269_722, 688),
     ],
 )
-def test_the_parameters_are_as_many_as_the_papers_networks_have(
-    sizes, parameters, norms
-):
+def test_the_parameters_are_as_many_as_in_the_papers(sizes, parameters, norms):
     config = ResNetConfig(**{"num_classes": 1000, **sizes})
     model = nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0)))
     sizes = [
@@ -156,11 +148,6 @@ def loss_and_gradients(model: ResNet, inputs: jax.Array):
     return value_and_grad, params, stats
 
 
-def assert_close(one, other, tolerance):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [{"remat": True}, {"convolution": "matmul"}])
 def test_options_of_speed_change_no_results(change):
@@ -170,7 +157,7 @@ def test_options_of_speed_change_no_results(change):
         model = make(8, **changes)
         value_and_grad, params, stats = loss_and_gradients(model, inputs)
         results.append(jax.jit(value_and_grad)(params, stats))
-    assert_close(*results, 1e-4)
+    assert_close(*results, rtol=1e-4, atol=1e-4)
     moved = jax.tree.leaves(results[0][0][1])
     assert not np.array_equal(moved[0], jax.tree.leaves(stats)[0])
 
@@ -226,7 +213,7 @@ def test_two_models_under_vmap_are_each_as_alone(convolution):
     value_and_grad = jax.jit(value_and_grad)
     for i, alone in enumerate((first, second)):
         one = jax.tree.map(lambda x, i=i: x[i], together)
-        assert_close(one, value_and_grad(*alone), 1e-4)
+        assert_close(one, value_and_grad(*alone), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -282,7 +269,5 @@ def test_kernels_start_with_the_variance_of_he():
 
 
 def test_an_impossible_size_is_refused():
-    with pytest.raises(ValueError, match="depth must be one of 8, 18, 20, 50, got"):
-        ResNetConfig(depth=34)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="width must be positive, got 0"):
         ResNetConfig(width=0)

@@ -1,10 +1,7 @@
 """Runs whose workers have several devices: FSDP inside, exchanges between."""
 
-import dataclasses
 import json
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,8 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import AXIS, worker_mesh
 from tests import slices, tiny
-from tests.checkout import ROOT
+from tests.changes import changed
+from tests.jobs import ended, launch
+from tests.run_folders import column
 from tests.slices import config_of
+from tests.trees import assert_close
 from train.advise import measure as measuring
 from train.cli.load import load_config
 from train.config import StepConfig, TopologyConfig, WorkersConfig
@@ -66,15 +66,15 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
-    wanted = [row["loss"] for row in read_metrics(runs["simulated"]) if "loss" in row]
+    wanted = column(runs["simulated"])
     assert len(wanted) > 1
     for name in ("devices", "slices"):
-        found = [row["loss"] for row in read_metrics(runs[name]) if "loss" in row]
+        found = column(runs[name])
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
     one = state_of(config_of(1), runs["devices"]).params
     other = state_of(config_of(2), runs["slices"]).params
+    assert_close(one, other, atol=2e-5)
     for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
         if y.ndim > 2:
             assert y.addressable_shards[0].data.size * 8 == y.size
             assert x.addressable_shards[0].data.size * 4 == x.size
@@ -84,15 +84,12 @@ def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("slices", 2, 1), ("devices", 1, 2)]
 )
-def test_a_run_goes_on_with_another_number_of_devices(
-    name, before, after, runs, tmp_path
-):
+def test_a_run_goes_on_with_other_devices(name, before, after, runs, tmp_path):
     folder = tmp_path / "run"
-    subprocess.run(["cp", "-r", runs[name], folder], check=True)
+    shutil.copytree(runs[name], folder)
     old = state_of(config_of(before), folder)
     new = state_of(config_of(after), folder)
-    for x, y in zip(*map(jax.tree.leaves, (old.params, new.params)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(old.params, new.params)
     longer = config_of(after, num_steps=12)
     assert train(longer, folder, Resume()).step == 12
     assert max(row["step"] for row in read_metrics(folder)) == 12
@@ -106,7 +103,7 @@ def test_other_methods_train_slices_too(algorithm, tmp_path):
     for devices in (1, 2):
         folder = tmp_path / str(devices)
         train(config_of(devices, step=step), folder)
-        ends.append([row["loss"] for row in read_metrics(folder) if "loss" in row][-1])
+        ends.append(column(folder)[-1])
     np.testing.assert_allclose(*ends, rtol=1e-5)
 
 
@@ -124,26 +121,15 @@ def test_other_methods_train_slices_too(algorithm, tmp_path):
     ],
     ids=["thread", "peers"],
 )
-def test_a_job_trains_slices_beside_its_messages(
-    options, said, count, folders, runs, tmp_path
-):
+def test_a_job_trains_slices(options, said, count, folders, runs, tmp_path):
     folder = tmp_path / "run"
-    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-    command = [sys.executable, "-m", "decentjax", "launch", "-n", "2", str(SLICES)]
-    done = subprocess.run(
-        [*command, "--exchange", *options, "--run-dir", str(folder)],
-        env=env | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert said in done.stdout
+    own = ("--exchange", *options)
+    with launch(2, folder, *own, config=str(SLICES)) as job:
+        assert said in ended(job)
     facts = json.loads((folder / folders[0] / "run.json").read_text())
     assert facts["devices"].startswith(f"{count} x ")
     wanted, *found = (
-        [row["loss"] for row in read_metrics(one) if "loss" in row]
-        for one in (runs["slices"], *(folder / name for name in folders))
+        column(one) for one in (runs["slices"], *(folder / name for name in folders))
     )
     np.testing.assert_allclose(np.mean(found, 0), wanted, rtol=1e-5)
 
@@ -199,21 +185,12 @@ def test_rows_and_means_of_slices_count_each_worker_once():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (
-            lambda: worker_mesh(5, devices_per_worker=2),
-            "5 workers of 2 devices need 10",
-        ),
+        (lambda: worker_mesh(5, devices_per_worker=2), "5 workers of 2 devices need"),
         (lambda: worker_mesh(2, devices_per_worker=0), "must be at least one, got 0"),
         (lambda: WorkersConfig(devices_per_worker=0), "at least 1, got 0"),
-        (
-            lambda: build_mesh(config_of(2, "simulate")),
-            "simulated workers share one dev",
-        ),
+        (lambda: build_mesh(config_of(2, "simulate")), "simulated workers share one"),
         (lambda: longest_dim((3, 5), 2), r"no dim of an array of shape \(3, 5\)"),
-        (
-            lambda: prepare(config_of(3), "h100", 2, 8),
-            "devices_per_worker = 3 do not fill nodes of gpus-per-node = 8",
-        ),
+        (lambda: prepare(config_of(3), "h100", 2, 8), "devices_per_worker = 3 do not"),
     ],
 )
 def test_devices_that_do_not_fit_get_a_sentence(make, sentence):
@@ -253,13 +230,13 @@ def test_preflight_sends_shards_between_nodes_and_the_rest_stays_inside():
     large = load_config(Path("gpt_7b")).task.model
     tiny_one = tiny.config.task.model
     sizes = "vocabulary", "context", "num_layers", "num_heads", "width"
-    model = dataclasses.replace(
+    model = changed(
         large,
         **{name: getattr(tiny_one, name) for name in sizes},
         num_kv_heads=1,
         hidden=48,
     )
-    task = dataclasses.replace(tiny.config.task, model=model)
+    task = changed(tiny.config.task, model=model)
     graph = TopologyConfig(name="one_peer_ring")
     config = config_of(2, topology=graph, task=task)
     preflight = prepare(config, "h100", nodes=2, devices_per_node=2)

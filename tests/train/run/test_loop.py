@@ -1,13 +1,11 @@
 """The program: real runs of a tiny model, in this process and in others."""
 
-import dataclasses
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +16,11 @@ import pytest
 
 from decentjax import gossip, topology, worker_mesh
 from tests import job_line, tiny
+from tests.changes import changed
 from tests.checkout import ROOT
+from tests.jobs import LONG, TRAIN, ended, started
+from tests.run_folders import column
+from tests.trees import same
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs
@@ -31,7 +33,7 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
-from train.data.batches import feed, worker_steps
+from train.data.batches import worker_steps
 from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
@@ -46,45 +48,17 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TINY, LINE = tiny.config, job_line.config
 GOLDEN_LOSSES = [
-    6.065403,
-    6.074073,
-    5.888512,
-    6.07936,
-    5.918279,
-    5.953075,
-    6.027287,
-    5.987878,
+    *(6.065403, 6.074073, 5.888512, 6.07936),
+    *(5.918279, 5.953075, 6.027287, 5.987878),
 ]
 GOLDEN_SQUARE = 12470.719955
 SMALL_RUN = [
-    "configs/quickstart.py",
-    "--num-steps=300",
-    "--workers.num-workers=4",
-    "--task.model.width=16",
-    "--task.model.num-layers=1",
-    "--task.model.dropout=0.1",
-    "--task.model.context=8",
-    "--task.num-eval-windows=8",
-    "--task.sample-bytes=4",
-    "--checkpoint.every-steps=40",
-    "--log.every-steps=1",
+    *("configs/quickstart.py", "--num-steps=300", "--workers.num-workers=4"),
+    *("--task.model.width=16", "--task.model.num-layers=1", "--task.model.dropout=0.1"),
+    *("--task.model.context=8", "--task.num-eval-windows=8", "--task.sample-bytes=4"),
+    *("--checkpoint.every-steps=40", "--log.every-steps=1"),
     "--evaluation.every-steps=150",
 ]
-
-
-def same(a, b) -> bool:
-    """Bit for bit, random keys included."""
-
-    def bits(x):
-        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(bits(x), bits(y)) for x, y in pairs)
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
 
 
 @pytest.fixture(scope="module")
@@ -112,63 +86,12 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
     assert steps == {10, 12}
 
 
-@pytest.mark.slow
-def test_a_run_repeats_itself_bit_for_bit(finished, tmp_path):
-    _, outcome = finished
-    assert same(train(TINY, tmp_path / "again").state, outcome.state)
-
-
-@pytest.mark.slow
-def test_another_seed_is_another_run(tmp_path):
-    for seed in (0, 1):
-        train(dataclasses.replace(LINE, seed=seed), tmp_path / str(seed))
-    assert losses(tmp_path / "0") != losses(tmp_path / "1")
-
-
-@pytest.mark.slow
-def test_a_mesh_trains_as_the_simulation_does(tmp_path):
-    for where in ("mesh", "simulate"):
-        workers = dataclasses.replace(LINE.workers, where=where)
-        train(dataclasses.replace(LINE, workers=workers), tmp_path / where)
-    mesh, simulated = (losses(tmp_path / where) for where in ("mesh", "simulate"))
-    assert len(mesh) == 12
-    np.testing.assert_allclose(mesh, simulated, rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["atc", "all_reduce"])
-def test_every_algorithm_trains(algorithm, tmp_path):
-    step = dataclasses.replace(LINE.step, algorithm=algorithm, num_micro_batches=2)
-    config = dataclasses.replace(LINE, step=step, num_steps=4)
-    outcome = train(config, tmp_path / algorithm)
-    assert np.isfinite(losses(tmp_path / algorithm)).all()
-    if algorithm == "all_reduce":
-        first = jax.tree.map(lambda x: x[:1].repeat(4, axis=0), outcome.state.params)
-        assert same(outcome.state.params, first)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "small"
-    finish(start(*SMALL_RUN, "--run-dir", run_dir))
+    with started(*TRAIN, *SMALL_RUN, "--run-dir", str(run_dir)) as process:
+        ended(process)
     return run_dir
-
-
-def start(*arguments: str | Path) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "train", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen, returncode: int = 0) -> str:
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == returncode, output
-    return output
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
@@ -183,19 +106,21 @@ def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     run_dir = tmp_path / "stopped"
     for number, step, command in [
         (signal.SIGTERM, random.randrange(1, 100), SMALL_RUN),
-        (signal.SIGKILL, 190, ["--resume", run_dir]),
+        (signal.SIGKILL, 190, ["--resume", str(run_dir)]),
     ]:
-        options = ["--run-dir", run_dir] if command is SMALL_RUN else []
-        process = start(*command, *options)
-        wait_for_step(run_dir, step, process)
-        process.send_signal(number)
-        output = finish(process, returncode=0 if number == signal.SIGTERM else -number)
+        options = ["--run-dir", str(run_dir)] if command is SMALL_RUN else []
+        with started(*TRAIN, *command, *options) as process:
+            wait_for_step(run_dir, step, process)
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=LONG)
+        assert process.returncode == (0 if number == signal.SIGTERM else -number)
         stopped_after = read_metrics(run_dir)[-1]["step"]
         assert step <= stopped_after < 300, "the signal came too late to test anything"
         if number == signal.SIGTERM:
             assert f"stopped after step {stopped_after} of 300" in output
-    finish(start("--resume", run_dir))
-    assert losses(run_dir) == losses(uninterrupted)
+    with started(*TRAIN, "--resume", str(run_dir)) as process:
+        ended(process)
+    assert column(run_dir) == column(uninterrupted)
     assert scores(run_dir)[-1] == scores(uninterrupted)[-1]
     assert same(*(saved_state(folder) for folder in (run_dir, uninterrupted)))
 
@@ -214,19 +139,9 @@ def saved_state(run_dir: Path):
 def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
     run_dir, outcome = finished
     copy = shutil.copytree(run_dir, tmp_path / "copy")
-    looks = dataclasses.replace(TINY.task, num_eval_windows=4, sample_prompt="if ")
-    config = dataclasses.replace(TINY, task=looks)
+    config = changed(TINY, task=dict(num_eval_windows=4, sample_prompt="if "))
     assert same(train(config, copy, Resume()).state, outcome.state)
     assert read_metrics(copy) == read_metrics(run_dir)
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
-    optimizer = dataclasses.replace(LINE.optimizer, learning_rate=1e30)
-    config = dataclasses.replace(LINE, optimizer=optimizer)
-    with pytest.raises(FloatingPointError, match="is not finite at step"):
-        train(config, tmp_path / "nan")
-    assert not list((tmp_path / "nan" / "checkpoints").glob("[0-9]*"))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +164,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
 )
 def test_an_impossible_config_is_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **{field: value})
+        changed(TINY, **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -258,10 +173,7 @@ def test_an_impossible_config_is_refused(field, value, message):
         (lambda: WorkersConfig(num_workers=0), "num_workers must be at least 1"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate must"),
         (lambda: OptimizerConfig(b2=1.0), r"b2 must be in \[0, 1\), got 1.0"),
-        (
-            lambda: OptimizerConfig(momentum=1.0),
-            r"momentum must be in \[0, 1\), got 1.0",
-        ),
+        (lambda: OptimizerConfig(momentum=1.0), r"momentum must be in \[0, 1\), got"),
         (
             lambda: OptimizerConfig(decay="steps", warmup_steps=5, decay_steps=(5, 9)),
             r"greater than warmup_steps = 5, got \(5, 9\)",
@@ -270,10 +182,7 @@ def test_an_impossible_config_is_refused(field, value, message):
             lambda: OptimizerConfig(decay="steps", decay_steps=(90, 60)),
             r"decay_steps must ascend and .*, got \(90, 60\)",
         ),
-        (
-            lambda: OptimizerConfig(decay_steps=(60, 90)),
-            'decay_steps need decay = "steps", got decay = "cosine"',
-        ),
+        (lambda: OptimizerConfig(decay_steps=(60, 90)), 'decay_steps need decay = "st'),
         (
             lambda: OptimizerConfig(decay="steps", decay_factor=0.0),
             r"decay_factor must be in \(0, 1\], got 0.0",
@@ -343,32 +252,6 @@ def test_every_shipped_config_loads():
     )
 
 
-def test_batches_depend_on_seed_and_position_alone():
-    source = Windows(np.arange(200, dtype=np.uint8), 3)
-    batches = feed(worker_steps(source, 4, 2, seed=5))
-    first = [next(batches).arrays for _ in range(12)]
-    resumed = feed(worker_steps(source, 4, 2, seed=5))
-    resumed.set_step(7)
-    np.testing.assert_array_equal(next(resumed).arrays, first[7])
-    resumed.set_step(2)
-    np.testing.assert_array_equal(next(resumed).arrays, first[2])
-    assert first[0].shape == (4, 2, 4)
-
-
-def test_workers_share_no_example_in_a_pass():
-    source = Windows(np.arange(97, dtype=np.uint8), 3)
-    steps = worker_steps(source, 4, 2, seed=0)
-    seen = np.concatenate(
-        [steps[t].arrays[..., 0].ravel() for t in range(len(source) // 8)]
-    )
-    assert len(set(seen.tolist())) == len(source)
-
-
-def test_too_little_data_is_refused():
-    with pytest.raises(ValueError, match="need 8 examples, the data has 3"):
-        worker_steps(Windows(np.arange(10, dtype=np.uint8), 3), 4, 2, seed=0)
-
-
 def test_a_batch_that_cannot_be_cut_is_refused_with_both_numbers():
     source = Windows(np.arange(200, dtype=np.uint8), 3)
     with pytest.raises(ValueError, match=r"= 3 must be a multiple of .* = 2"):
@@ -397,18 +280,6 @@ def test_the_count_model_counts(order):
     assert count_model(text, windows, order) == pytest.approx(expected)
 
 
-@pytest.mark.slow
-def test_weight_decay_spares_what_has_less_than_two_dims():
-    optimizer = build_optimizer(TINY.optimizer, TINY.num_steps)
-    params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
-    state = optimizer.init(params)
-    zeros = jax.tree.map(np.zeros_like, params)
-    for _ in range(2):
-        updates, state = optimizer.update(zeros, state, params)
-    assert (np.asarray(updates["kernel"]) < 0).all()
-    assert (np.asarray(updates["scale"]) == 0).all()
-
-
 def test_the_schedule_warms_up_and_decays():
     config = OptimizerConfig(
         learning_rate=1.0, final_learning_rate=0.25, warmup_steps=10
@@ -420,22 +291,12 @@ def test_the_schedule_warms_up_and_decays():
 
 
 def test_the_rate_falls_at_each_of_the_steps_and_stays():
-    config = OptimizerConfig(
-        learning_rate=2.0,
-        warmup_steps=4,
-        decay="steps",
-        decay_steps=(30, 60),
-        decay_factor=0.25,
-    )
+    falls = OptimizerConfig(learning_rate=2.0, warmup_steps=4, decay="steps")
+    config = changed(falls, decay_steps=(30, 60), decay_factor=0.25)
     got = build_schedule(config, num_steps=90)(np.array([0, 2, 4, 29, 30, 59, 60, 89]))
     np.testing.assert_allclose(got, [0, 1, 2, 2, 0.5, 0.5, 0.125, 0.125])
-
-
-def test_steps_of_the_rate_may_be_none_and_lie_beyond_the_run():
-    for steps in ((), (40,)):
-        config = OptimizerConfig(
-            learning_rate=2.0, warmup_steps=0, decay="steps", decay_steps=steps
-        )
+    for steps in ((), (40,)):  # None, or beyond the run.
+        config = changed(falls, warmup_steps=0, decay_steps=steps)
         rates = build_schedule(config, num_steps=30)(np.arange(30))
         np.testing.assert_allclose(rates, 2.0)
 
@@ -491,12 +352,12 @@ def test_the_first_step_of_the_quickstart_is_golden():
 @pytest.mark.parametrize("where", ["mesh", "simulate"])
 def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, capsys):
     dump = tmp_path / "dump"  # Where XLA writes what is compiled with the option.
-    config = dataclasses.replace(
+    config = changed(
         LINE,
         num_steps=3,
-        workers=dataclasses.replace(LINE.workers, where=where),
-        topology=TopologyConfig(name="complete"),
-        step=dataclasses.replace(LINE.step, xla_options=(f"xla_dump_to={dump}",)),
+        workers=dict(where=where),
+        topology=dict(name="complete"),
+        step=dict(xla_options=(f"xla_dump_to={dump}",)),
     )
     assert train(config, tmp_path / "run").step == 3
     on_mesh = where == "mesh"
@@ -518,9 +379,7 @@ def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, 
     ],
 )
 def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason):
-    config = dataclasses.replace(
-        TINY, step=dataclasses.replace(TINY.step, xla_options=(option,))
-    )
+    config = changed(TINY, step=dict(xla_options=(option,)))
     if not reason:
         assert step_options(config, mesh=None) == {}
         return
@@ -531,10 +390,8 @@ def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason
 def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
     made = {}
     monkeypatch.setattr(gossip, "Background", lambda *args, **named: made.update(named))
-    config = dataclasses.replace(
-        TINY,
-        exchange=BackgroundExchange(),
-        step=dataclasses.replace(TINY.step, message_dtype="bfloat16"),
+    config = changed(
+        TINY, exchange=BackgroundExchange(), step=dict(message_dtype="bfloat16")
     )
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     build_train_step(config, config.task.build(), optimizer, worker_mesh(4))
@@ -545,9 +402,9 @@ def test_a_background_exchange_takes_no_options_of_xla():
     mesh = worker_mesh(4)
     option = "xla_embed_ir_in_executable"
     for where, options in [("in_step", {option: "True"}), ("background", {})]:
-        config = dataclasses.replace(
+        config = changed(
             TINY,
             exchange=kind_of("exchange", where)(),
-            step=dataclasses.replace(TINY.step, xla_options=(f"{option}=True",)),
+            step=dict(xla_options=(f"{option}=True",)),
         )
         assert step_options(config, mesh) == options

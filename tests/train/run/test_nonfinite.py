@@ -1,7 +1,5 @@
 """Workers whose numbers are no longer finite, and who go on all the same."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,9 @@ from decentjax import (
     worker_mesh,
 )
 from tests import line
-from train.config import AutoExchange, BackgroundExchange, StepConfig
+from tests.changes import changed
+from tests.trees import assert_close
+from train.config import AutoExchange, BackgroundExchange
 from train.run.loop import train
 from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients
 from train.run.resume import Resume
@@ -27,14 +27,14 @@ from train.store.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-STEP = dataclasses.replace(line.config.step, not_finite="quarantine")
+STEP = changed(line.config.step, not_finite="quarantine")
 
 
 def poisoned(poison: str, **fields):
     """At step 9 a number of worker 2 is not finite."""
     task = line.Line(poison=poison, poison_step=9, poison_worker=2)
-    config = dataclasses.replace(line.config, task=task, step=STEP, num_steps=20)
-    return dataclasses.replace(config, **fields)
+    config = changed(line.config, task=task, step=STEP, num_steps=20)
+    return changed(config, **fields)
 
 
 @pytest.mark.parametrize("wrong", ["gradient", "model state", "update"])
@@ -62,8 +62,7 @@ def test_an_update_that_is_not_finite_is_dropped_whole(wrong):
     wanted, _ = local(state, right, mixed)
     found, metrics = quarantined(local)(state, right, mixed)
     assert metrics[QUARANTINED] == 0
-    for x, y in zip(*map(jax.tree.leaves, (found[:3], wanted[:3])), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(found[:3], wanted[:3])
     found, metrics = quarantined(local)(state, wrong_batch, mixed)
     assert metrics[QUARANTINED] == 1
     np.testing.assert_array_equal(found.params["x"], mixed["x"])
@@ -73,11 +72,7 @@ def test_an_update_that_is_not_finite_is_dropped_whole(wrong):
     assert found.opt_state[0].total == (wrong == "gradient")
 
 
-PLACES = {
-    "simulated": {},
-    "mesh": {"where": "mesh"},
-    "background": {"where": "mesh"},
-}
+PLACES = {"simulated": {}, "mesh": {"where": "mesh"}, "background": {"where": "mesh"}}
 
 
 @pytest.mark.slow
@@ -87,7 +82,7 @@ PLACES = {
     ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]
 )
 def test_the_others_train_on_and_nothing_spreads(poison, leaf, where, tmp_path, capsys):
-    workers = dataclasses.replace(line.config.workers, **PLACES[where])
+    workers = changed(line.config.workers, **PLACES[where])
     exchange = BackgroundExchange() if where == "background" else AutoExchange()
     config = poisoned(poison, workers=workers, exchange=exchange)
     outcome = train(config, tmp_path / "run")
@@ -101,15 +96,13 @@ def test_the_others_train_on_and_nothing_spreads(poison, leaf, where, tmp_path, 
     assert capsys.readouterr().err.count(message) == 1
     rows = read_metrics(tmp_path / "run")
     assert [row["quarantine"] for row in rows if "quarantine" in row] == [message]
-    every_step = dataclasses.replace(config.log, every_steps=1)
-    clean = dataclasses.replace(config, task=line.Line(), log=every_step)
+    clean = changed(config, task=line.Line(), log=dict(every_steps=1))
     wanted = train(clean, tmp_path / "clean").state.params
-    for x, y in zip(*map(jax.tree.leaves, (outcome.state.params, wanted)), strict=True):
-        np.testing.assert_allclose(x, y, atol=0.1)
+    assert_close(outcome.state.params, wanted, atol=0.1)
 
 
 def test_each_row_has_the_share_of_workers_in_quarantine(tmp_path):
-    log = dataclasses.replace(line.config.log, every_steps=1)
+    log = changed(line.config.log, every_steps=1)
     train(poisoned("loss", log=log), tmp_path)
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     assert [row["step"] for row in rows if row["quarantined"]] == [9]
@@ -121,16 +114,11 @@ def test_each_row_has_the_share_of_workers_in_quarantine(tmp_path):
 def test_it_goes_on_from_a_checkpoint_with_what_was_counted(tmp_path, capsys):
     # Of a constant rate, as a run that is cut short has another last step.
     whole = poisoned("gradient", optimizer=line.NOISY.optimizer)
-    train(dataclasses.replace(whole, num_steps=12), tmp_path / "run")
+    train(changed(whole, num_steps=12), tmp_path / "run")
     resumed = train(whole, tmp_path / "run", Resume()).state
     assert capsys.readouterr().err.count("1 gradients of worker 2") == 2
     whole = train(whole, tmp_path / "whole").state
-    for x, y in zip(*map(jax.tree.leaves, (resumed.params, whole.params)), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_by_default_a_run_stops():
-    assert StepConfig().not_finite == "stop"
+    assert_close(resumed.params, whole.params)
 
 
 @pytest.mark.draw(3)

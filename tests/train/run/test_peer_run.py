@@ -1,6 +1,5 @@
 """Training as processes that wait for nobody: real processes, signals and sockets."""
 
-import dataclasses
 import json
 import os
 import re
@@ -19,24 +18,25 @@ import pytest
 
 from decentjax import WorkerState
 from tests import job_line, line, tiny
-from tests.checkout import ENV, ROOT
+from tests.changes import changed, config_file
+from tests.checkout import ROOT
 from tests.ipv6 import has_ipv6
 from tests.jobs import (
     LONG,
     RING,
     RUN_JOB,
-    SAVE,
     ended,
     job_of,
     launch,
-    read_pids,
+    python,
     relaunch,
     started,
     wait_until,
 )
 from tests.line import Growing, as_process
 from tests.machines import needs_root
-from tests.run_folders import alive, last_step, process_id, used
+from tests.run_folders import alive, column, last_step, process_id, used
+from tests.trees import assert_close
 from train.config import (
     AutoExchange,
     DistributedConfig,
@@ -46,7 +46,6 @@ from train.config import (
     StepConfig,
     StragglerConfig,
     TopologyConfig,
-    WorkersConfig,
 )
 from train.evaluate import evaluate
 from train.job.peer_place import address_of, peer_place, process_place
@@ -89,7 +88,7 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     for number in (0, 1):
         assert f"[{number}] all 12 steps are done and saved" in output
     ring = TopologyConfig(name="ring")
-    config = dataclasses.replace(job_line.config, topology=ring)
+    config = changed(job_line.config, topology=ring)
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0) + used(run_dir, 1)
     # Each of four workers takes the models of two, each of the step itself.
@@ -100,33 +99,24 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
 
 
 DILOCO = RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift")
-INT8 = dataclasses.replace(DILOCO, codec="int8")
 
 
 @pytest.mark.slow
 @pytest.mark.draw(2)
-@pytest.mark.parametrize(
-    ("rounds", "flags", "graph"),
-    [
-        (DILOCO, ["--rounds.outer", "nesterov"], "complete"),
-        (INT8, ["--rounds.outer", "nesterov", "--rounds.codec", "int8"], "complete"),
-    ],
-    ids=["DiLoCo", "int8"],
-)
-def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
-    rounds, flags, graph, tmp_path
-):
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_rounds_of_peers_that_wait_are_the_simulated(codec, tmp_path):
     options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
-    options += ["--rounds.every-steps", "3", "--rounds.delay", "2", *flags]
-    options += ["--rounds.merge", "shift", "--topology.name", graph]
+    options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
+    options += ["--rounds.outer", "nesterov", "--rounds.codec", codec]
+    options += ["--rounds.merge", "shift", "--topology.name", "complete"]
     run_dir = tmp_path / "line"
     with launch(2, run_dir, *options) as job:
         ended(job)
-    config = dataclasses.replace(
+    config = changed(
         job_line.config,
-        topology=TopologyConfig(name=graph),
-        step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
-        rounds=rounds,
+        topology=dict(name="complete"),
+        step=dict(algorithm="rounds"),
+        rounds=changed(DILOCO, codec=codec),
     )
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0)
@@ -144,9 +134,7 @@ WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every",
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", [SWAPS, WAGMA], ids=["swaps", "wagma"])
-def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
-    way, tmp_path, capsys
-):
+def test_a_run_that_waited_for_nobody_is_repeated(way, tmp_path, capsys):
     command = ["-m", "train.launch", "--processes", "2", "configs/quickstart.py", *way]
     command += ["--num-steps", "60"]
     command += ["--workers.num-workers", "4", "--workers.workers-per-node", "1"]
@@ -167,15 +155,11 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
         replay(tmp_path)
 
 
-def test_an_elastic_run_is_not_repeated():
-    ring = TopologyConfig(name="ring")
-    elastic = PeerExchange(elastic=True)
-    config = dataclasses.replace(line.config, topology=ring, exchange=elastic)
+def test_an_elastic_run_or_one_without_peers_is_not_repeated(tmp_path):
+    ring, elastic = TopologyConfig(name="ring"), PeerExchange(elastic=True)
+    config = changed(line.config, topology=ring, exchange=elastic)
     with pytest.raises(ValueError, match="an elastic run is not repeated: its recor"):
         repeat(config, config.task.build(), [], lambda *_: None)
-
-
-def test_only_a_run_of_peers_is_repeated(tmp_path):
     with pytest.raises(ValueError, match="holds no run of peers"):
         replay(tmp_path)
 
@@ -191,21 +175,15 @@ def test_a_page_draws_the_processes_of_a_run(finished):
     assert {event["pid"] for event in trace} == {0, 1}
 
 
-def test_a_log_says_what_was_mixed_and_who_is_alive(finished):
+def test_a_log_says_what_was_mixed_and_all_share_one_config(finished):
     run_dir, _ = finished
+    assert column(run_dir / "process-1", "models_mixed") == 12 * [2]
+    assert column(run_dir / "process-1", "models_age") == 12 * [0]
     rows = read_metrics(run_dir / "process-1")
-    of_steps = [row for row in rows if "loss" in row]
-    assert [row["models_mixed"] for row in of_steps] == 12 * [2]
-    assert [row["models_age"] for row in of_steps] == 12 * [0]
     assert not any("consensus_distance" in row for row in rows)
     assert next(row["alive"] for row in rows if "alive" in row) == [0, 1]
-
-
-def test_all_processes_share_one_config(finished):
-    run_dir, _ = finished
     job = json.loads((run_dir / "config.json").read_text())["distributed"]
-    assert job["process_id"] is None
-    assert job["num_processes"] == 2
+    assert (job["process_id"], job["num_processes"]) == (None, 2)
     with pytest.raises(ValueError, match="is a run of 2 processes, got 4"):
         train(as_process(0, 4), run_dir)
     with pytest.raises(ValueError, match="holds a run of peers: go on with"):
@@ -213,11 +191,9 @@ def test_all_processes_share_one_config(finished):
 
 
 @pytest.mark.nightly
-def test_an_evaluation_has_the_workers_of_all_processes(
-    tmp_path, capsys, quick_compile
-):
+def test_an_evaluation_has_all_workers(tmp_path, capsys, quick_compile):
     """Which need not be at one step."""
-    own = dataclasses.replace(tiny.config, workers=line.config.workers)
+    own = changed(tiny.config, workers=line.config.workers)
     for number, num_steps in ((0, 4), (1, 5)):
         config = as_process(number, 2, own, num_steps=num_steps)
         outcome = train(config, tmp_path)
@@ -377,15 +353,8 @@ def test_a_peer_of_another_config_is_named(tmp_path):
 @needs_root
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_path):
-    emulate = (
-        sys.executable,
-        "-m",
-        "train.emulate",
-        "--nodes",
-        "2",
-        "--rate",
-        "100mbit",
-    )
+    words = "-m train.emulate --nodes 2 --rate 100mbit"
+    emulate = (sys.executable, *words.split())
     run = (sys.executable, "-m", "train", "tests/line.py", "--run-dir", str(tmp_path))
     options = (*RING, "--workers.num-workers", "2", "--exchange.bind", "eth0")
     options += ("--exchange.patience", "None", "--distributed.enabled")
@@ -401,9 +370,7 @@ def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_process_alone_trains_and_when_started_again_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_process_alone_goes_on_by_itself(tmp_path, monkeypatch, capsys):
     """By the same command: it takes its newest checkpoint."""
     monkeypatch.setattr(peer_run, "JOIN_SECONDS", 0.2)
     config = as_process(1, 4, num_steps=9)
@@ -413,17 +380,14 @@ def test_a_process_alone_trains_and_when_started_again_goes_on(
     again = train(config, tmp_path).state
     output = capsys.readouterr().out
     assert "no peer is further: goes on from its own step 5" in output
-    for x, y in zip(*map(jax.tree.leaves, (again.params, wanted.params)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(again.params, wanted.params)
     # It is at its end already.
     assert train(config, tmp_path).step == 9
     assert "looks for peers" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_mean_is_of_who_was_there_at_the_end(tmp_path, monkeypatch, capsys):
     """One has left early, and the place of another was never taken."""
     monkeypatch.setattr(peer_run, "START_SECONDS", 0.2)
     exchange = PeerExchange(elastic=True)
@@ -443,9 +407,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
 
 
 @pytest.mark.slow
-def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
-    tmp_path, monkeypatch, capsys
-):
+def test_who_was_away_goes_on_with_what_others_saved(tmp_path, monkeypatch, capsys):
     """Else its model, which nobody has mixed, would be a part of the result."""
     monkeypatch.setattr(peer_run, "JOIN_SECONDS", 0.2)
     saved = train(as_process(1, 2), tmp_path).state
@@ -461,7 +423,7 @@ def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     # It has the peer's moments too, and a random key of its own.
     own, other = (np.asarray(jax.random.key_data(x.key)) for x in (late.state, saved))
     assert not np.array_equal(own, other)
-    of_late = [x["loss"] for x in read_metrics(tmp_path / "process-0") if "loss" in x]
+    of_late = column(tmp_path / "process-0")
     assert len(of_late) == 5
     assert max(of_late) < 1  # A model that begins has 2.3.
 
@@ -532,30 +494,17 @@ def test_peers_go_on_where_one_fails():
     assert re.fullmatch("error: process [02] ended first, [a-zA-Z0-9 ]+", end)
 
 
-def test_stopped_peers_end_as_any_job():
-    with job_of(SAVE, SAVE, program=RUN_PEERS) as job:
-        read_pids(job, 2)
-        job.terminate()
-        out, _ = job.communicate(timeout=100)
-    assert job.returncode == 0
-    assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
-
-
 @pytest.mark.slow
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
-    task = dataclasses.replace(line.config.task, poison_step=3, poison_worker=1)
+    task = changed(line.config.task, poison_step=3, poison_worker=1)
     rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
-    with pytest.raises(
-        FloatingPointError,
-        match=r"gradient of worker 3 is not finite .* from its own checkpoint$",
-    ):
+    words = "gradient of worker 3 is not finite .* from its own checkpoint$"
+    with pytest.raises(FloatingPointError, match=words):
         train(as_process(1, 2, task=task, **rounds), tmp_path)
-    checkpoint = dataclasses.replace(line.config.checkpoint, every_steps=1)
+    checkpoint = changed(line.config.checkpoint, every_steps=1)
     config = as_process(1, 2, task=Growing(), checkpoint=checkpoint)
-    with pytest.raises(
-        FloatingPointError,
-        match=r"state of workers 2, 3 is not finite .* takes the model of a peer$",
-    ):
+    words = "state of workers 2, 3 is not finite .* takes the model of a peer$"
+    with pytest.raises(FloatingPointError, match=words):
         train(config, tmp_path / "growing")
 
 
@@ -603,53 +552,29 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
     assert same.inner_opt_state[1].count == 0
 
 
+COMPLETE = {"topology": TopologyConfig(name="complete")}
+INT8 = {"step": ROUNDS, "rounds": RoundsConfig(codec="int8", outer="nesterov")}
+INT4 = {"step": ROUNDS, "rounds": RoundsConfig(codec="int4", copies=True)}
+NODES = {"topology": dict(name="hierarchical"), "workers": dict(workers_per_node=2)}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"step": StepConfig(algorithm="atc")},
-            "atc with exchange = peers waits for other .* step.algorithm to awc or",
-        ),
-        (
-            {"step": StepConfig(algorithm="all_reduce")},
-            'all_reduce .* set step.algorithm to awc or rounds, or exchange to "auto"$',
-        ),
-        ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
-        (
-            {
-                "step": ROUNDS,
-                "rounds": RoundsConfig(codec="int8", outer="nesterov"),
-                "topology": TopologyConfig(name="complete"),
-            },
-            "int8 with .* sends changes, .* set exchange.patience to None, got 0.0",
-        ),
-        (
-            {"step": ROUNDS, "rounds": RoundsConfig(codec="int4", copies=True)},
-            "int4 with .* sends changes",
-        ),
-        (
-            {"step": ROUNDS, "exchange": PeerExchange(way="swaps")},
-            "rounds are averaged as they arrive.* got swaps",
-        ),
-        (
-            {"topology": TopologyConfig(name="complete")},
-            "averages over groups or nodes, which takes collectives",
-        ),
+        ({"step": dict(algorithm="atc")}, "atc with exchange = peers waits"),
+        ({"step": dict(algorithm="all_reduce")}, "set step.algorithm to awc or"),
+        ({"step": dict(message_dtype="bfloat16")}, "in their own dtype"),
+        (INT8 | COMPLETE, "int8 with .* sends changes, .* set exchange.patience to"),
+        (INT4, "int4 with .* sends changes"),
+        ({"step": ROUNDS, "exchange": PeerExchange(way="swaps")}, "they arrive.* swap"),
+        (COMPLETE, "averages over groups or nodes, which takes collectives"),
+        (NODES, "averages over groups or nodes, which takes collectives"),
         (
             {
-                "topology": TopologyConfig(name="hierarchical"),
-                "workers": WorkersConfig(num_workers=4, workers_per_node=2),
-            },
-            "averages over groups or nodes, which takes collectives",
-        ),
-        (
-            {
-                "step": StepConfig(algorithm="atc"),
+                "step": dict(algorithm="atc"),
                 "exchange": GroupExchange(),
-                "topology": TopologyConfig(name="butterfly_groups", mean_every=4),
-                "optimizer": dataclasses.replace(
-                    line.config.optimizer, name="exact_diffusion"
-                ),
+                "topology": dict(name="butterfly_groups", mean_every=4),
+                "optimizer": dict(name="exact_diffusion"),
             },
             r"got with_mean_every\(butterfly_groups, 4\), which has \d+ exchanges",
         ),
@@ -661,17 +586,11 @@ def test_what_takes_collectives_is_refused_at_once(changes, words):
 
 
 def test_groups_without_a_mean_of_all_are_refused():
-    exchange = GroupExchange()
-    for topology in (
-        TopologyConfig(name="ring"),
-        TopologyConfig(name="butterfly_groups"),
-    ):
-        words = 'needs topology.name = "butterfly_groups" and topology.mean_every'
+    words = 'needs topology.name = "butterfly_groups" and topology.mean_every'
+    for name in ("ring", "butterfly_groups"):
+        own = {"exchange": GroupExchange(), "topology": TopologyConfig(name=name)}
         with pytest.raises(ValueError, match=words):
-            as_process(0, 2, exchange=exchange, topology=topology)
-
-
-def test_a_patience_is_not_negative():
+            as_process(0, 2, **own)
     with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
         PeerExchange(patience=-1.0)
 
@@ -682,7 +601,7 @@ def test_peers_are_several_processes(tmp_path):
         train(config, tmp_path)
     with pytest.raises(ValueError, match="4 workers cannot be dealt out evenly to 3"):
         train(as_process(0, 3), tmp_path)
-    one = dataclasses.replace(as_process(0, 2).exchange, addresses=("127.0.0.1:1",))
+    one = changed(as_process(0, 2).exchange, addresses=("127.0.0.1:1",))
     with pytest.raises(ValueError, match="one for each of 2 processes, got 1"):
         train(as_process(0, 2, exchange=one), tmp_path)
     straggler = StragglerConfig(kind="fixed", who=(2,))
@@ -691,7 +610,7 @@ def test_peers_are_several_processes(tmp_path):
 
 
 def test_a_run_of_another_kind_keeps_its_folder(tmp_path):
-    train(dataclasses.replace(line.config, num_steps=2), tmp_path)
+    train(changed(line.config, num_steps=2), tmp_path)
     with pytest.raises(ValueError, match="holds a run without peers: choose another"):
         train(as_process(0, 2), tmp_path)
 
@@ -704,6 +623,8 @@ def test_the_place_is_slurms_where_it_is_not_given(monkeypatch):
     assert peer_place(config) == (3, 4, range(3, 4))
     assert process_place(config) == (3, 4)
     assert process_place(line.config) == (0, 1)
+    assert address_of("lo") == "127.0.0.1"
+    assert address_of("10.1.2.3:40") == "10.1.2.3:40"
 
 
 @pytest.mark.slow
@@ -711,9 +632,8 @@ def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
     straggler = StragglerConfig(kind="fixed", who=(1,), seconds=0.01)
     for number, late in ((0, False), (1, True)):
         config = as_process(number, 2, num_steps=5, straggler=straggler)
-        log = dataclasses.replace(config.log, timeline=True)
         run_dir = tmp_path / str(number)
-        train(dataclasses.replace(config, log=log), run_dir)
+        train(changed(config, log=dict(timeline=True)), run_dir)
         path = run_dir / f"process-{number}" / f"timeline.{number}.jsonl"
         spans = [json.loads(text) for text in path.read_text().splitlines()]
         assert sum(span[1] == "delay" for span in spans) == 5 * late
@@ -728,11 +648,6 @@ def test_peers_share_what_is_trained_and_not_where_and_how_patiently():
     assert peer_run.digest(as_process(0, 2, exchange=AutoExchange())) != own
 
 
-def test_an_interface_has_an_address():
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("10.1.2.3:40") == "10.1.2.3:40"
-
-
 def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
     run_dir, _ = finished
     config = "tests/line.py"
@@ -743,12 +658,7 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
     assert not are_peers([config])
     assert not are_peers(["--resume", str(tmp_path)])
     assert not are_peers(["--measure", config])
-    own = tmp_path / "peers.py"
-    own.write_text(
-        "import dataclasses\nfrom tests.line import config\n"
-        "from train.config import PeerExchange\n"
-        "config = dataclasses.replace(config, exchange=PeerExchange())\n"
-    )
+    own = config_file(tmp_path / "peers.py", "exchange=PeerExchange()", "line")
     assert are_peers([str(own)])
 
 
@@ -760,8 +670,5 @@ def test_the_devices_given_to_a_process_are_those_it_uses():
         "start_peer(as_process(0, 2))\n"
         "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
     )
-    env = {**ENV, "JAX_LOCAL_DEVICE_IDS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", code, JAX_LOCAL_DEVICE_IDS="1")
     assert done.stdout.split() == ["2", "1"], done.stderr

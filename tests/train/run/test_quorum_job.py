@@ -1,7 +1,6 @@
 """Runs in rounds that end without late workers: who is slow, dies and comes back."""
 
 import collections
-import dataclasses
 import os
 import re
 import signal
@@ -11,16 +10,11 @@ import numpy as np
 import pytest
 
 from tests import line
+from tests.changes import changed
 from tests.jobs import ended, rounds_command, started, wait_until
 from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields
-from train.config import (
-    QuorumExchange,
-    RoundsConfig,
-    StepConfig,
-    TopologyConfig,
-    WorkersConfig,
-)
+from train.config import QuorumExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.launch import are_peers
 from train.replay import replay
 from train.run.used_record import read_used
@@ -146,7 +140,7 @@ def as_quorum(**changes):
         "workers": WorkersConfig(num_workers=4),
         "exchange": QuorumExchange(),
     }
-    return dataclasses.replace(line.config, **{**own, **changes})
+    return changed(line.config, **{**own, **changes})
 
 
 def test_more_than_half_of_all_are_a_quorum_by_default():
@@ -178,17 +172,11 @@ def test_an_exchange_that_no_quorum_can_end_is_refused(options, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"step": StepConfig(algorithm="awc")}, "set step.algorithm to rounds"),
-        (
-            {"exchange": QuorumExchange(quorum=5)},
-            "must be at most 4, the number of all",
-        ),
+        ({"step": dict(algorithm="awc")}, "set step.algorithm to rounds"),
+        ({"exchange": QuorumExchange(quorum=5)}, "must be at most 4, the number of"),
         ({"exchange": QuorumExchange(trimmed=2)}, "4 trimmed ones leave none"),
-        (
-            {"rounds": RoundsConfig(codec="int8")},
-            "a quorum merges whole models: leave rounds.codec at none, got int8",
-        ),
-        ({"topology": TopologyConfig(name="ring_lattice", degree=2)}, "for 2 workers"),
+        ({"rounds": dict(codec="int8")}, "a quorum merges whole models"),
+        ({"topology": dict(name="ring_lattice", degree=2)}, "for 2 workers"),
     ],
 )
 def test_a_run_that_no_quorum_can_merge_is_refused(changes, words):

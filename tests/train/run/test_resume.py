@@ -1,7 +1,6 @@
 """How runs begin and go on: what is saved, what is refused, what is recorded."""
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -21,14 +20,16 @@ import pytest
 from decentjax import WorkerState
 from decentjax.optim import ScaleByAccumAdamState
 from tests import job_line, line
+from tests.changes import changed
 from tests.line import Growing
+from tests.run_folders import column
 from tests.saving import state_of
 from train.__main__ import main
 from train.checkpoint import named
 from train.cli.changes import with_changes
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
-from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
+from train.config import OptimizerConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
@@ -51,25 +52,21 @@ LINE = line.config
 KEPT = tuple(f"optimizer.{x}-rate=0.000715" for x in ("learning", "final-learning"))
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
-
-
 def steps(run_dir: Path) -> list[int]:
     return list(find_checkpoints(run_dir).steps)
 
 
-def saved(run_dir: Path):
-    shapes = jax.eval_shape(
-        lambda: {"params": {"b": np.zeros(4), "w": np.zeros(4)}, "model_state": ()}
-    )
-    return read_models(run_dir, shapes)[1]["params"]
+def newest(run_dir: Path) -> tuple[int, dict]:
+    """The newest saved step, and its parameters."""
+    shapes = jax.eval_shape(lambda: {"params": {"b": np.zeros(4), "w": np.zeros(4)}})
+    step, models = read_models(run_dir, shapes)
+    return step, models["params"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "line"
-    train(dataclasses.replace(LINE, num_steps=20), run_dir)
+    train(changed(LINE, num_steps=20), run_dir)
     return run_dir
 
 
@@ -80,22 +77,21 @@ def run_dir(finished, tmp_path):
 
 def poisoned(poison: str, worker: int = 2, at: int = 9, **fields):
     task = line.Line(poison=poison, poison_step=at, poison_worker=worker)
-    return dataclasses.replace(LINE, task=task, **fields)
+    return changed(LINE, task=task, **fields)
 
 
 def test_changes_hold_together():
     """Whole models in nodes have no codec: neither change fits alone."""
-    nodes = dataclasses.replace(LINE.workers, workers_per_node=2)
-    ring = dataclasses.replace(LINE.topology, name="alternating_exponential_ring")
-    config = dataclasses.replace(LINE, workers=nodes, topology=ring)
+    config = changed(
+        LINE,
+        workers=dict(workers_per_node=2),
+        topology=dict(name="alternating_exponential_ring"),
+    )
     changes = ["step.algorithm=rounds", "rounds.codec=int8", "topology.name=ring"]
-    changed, _ = with_changes(config, changes)
-    assert (changed.rounds.codec, changed.topology.name) == ("int8", "ring")
-
-
-def test_a_flag_is_changed_by_its_value():
-    changed, fields = with_changes(LINE, ("log.timeline=True",))
-    assert changed.log.timeline
+    found, _ = with_changes(config, changes)
+    assert (found.rounds.codec, found.topology.name) == ("int8", "ring")
+    found, fields = with_changes(LINE, ("log.timeline=True",))
+    assert found.log.timeline
     assert fields == ("log.timeline",)
 
 
@@ -104,67 +100,61 @@ def rates(num_steps):
 
 
 def test_a_rate_that_changes_nothing_is_refused():
-    optimizer = dataclasses.replace(LINE.optimizer, schedule=rates)
-    config = dataclasses.replace(LINE, optimizer=optimizer)
+    config = changed(LINE, optimizer=dict(schedule=rates))
     with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
         with_changes(config, ("optimizer.learning-rate=0.5",))
-    with pytest.raises(
-        ValueError, match=r"--scaling linear scales .* leave out one of them"
-    ):
+    with pytest.raises(ValueError, match=r"--scaling linear scales .* leave out o"):
         make_cells(config, ("ring",), (4,), "local", "linear")
 
 
 @pytest.mark.parametrize(
-    ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]
+    ("config", "message", "kept"),
+    [
+        *(  # Though the next look at a number is at step 20, and the next save at 10.
+            (
+                poisoned(poison, log=changed(LINE.log, every_steps=20)),
+                rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume "
+                r"from step 5, which is finite: decentjax resume .* "
+                r"--optimizer.learning-rate 0.05",
+                [5],
+            )
+            for poison, leaf in [("batch", "b"), ("loss", "b"), ("gradient", "w")]
+        ),
+        (
+            changed(poisoned("gradient", 3, 2), workers=dict(where="mesh")),
+            "of worker 3 is not finite at step 2",
+            [],
+        ),
+        (  # All-reduce spreads it at once.
+            changed(
+                poisoned("loss"),
+                step=dict(algorithm="all_reduce"),
+                checkpoint=dict(every_steps=100),
+            ),
+            "of workers 0, 1, 2, 3 is not finite at step 9.* nothing has been saved",
+            [],
+        ),
+        (  # Each gradient is finite, but not what an update of 1e38 comes to.
+            changed(
+                LINE,
+                optimizer=dict(learning_rate=2e38, final_learning_rate=2e38),
+                checkpoint=dict(every_steps=1),
+            ),
+            "worker",
+            [1],
+        ),
+        (
+            changed(LINE, task=Growing(), checkpoint=dict(every_steps=1)),
+            "state of workers 0, 1, 2, 3 is not finite after step 3, in model_state",
+            [1, 2],
+        ),
+    ],
 )
-def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
-    """Though the next look at a number is at step 20, and the next save at 10."""
-    log = dataclasses.replace(LINE.log, every_steps=20)
-    message = (
-        rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume from step "
-        r"5, which is finite: decentjax resume .* "
-        r"--optimizer.learning-rate 0.05"
-    )
-    with pytest.raises(FloatingPointError, match=message):
-        train(poisoned(poison, log=log), tmp_path)
-    assert steps(tmp_path) == [5]
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(saved(tmp_path)))
-
-
-def test_on_a_mesh_the_worker_is_named_too(tmp_path):
-    workers = dataclasses.replace(LINE.workers, where="mesh")
-    with pytest.raises(FloatingPointError, match="of worker 3 is not finite at step 2"):
-        train(poisoned("gradient", 3, 2, workers=workers), tmp_path)
-
-
-def test_all_reduce_spreads_what_is_not_finite_at_once(tmp_path):
-    step = dataclasses.replace(LINE.step, algorithm="all_reduce")
-    message = "of workers 0, 1, 2, 3 is not finite at step 9.* nothing has been saved"
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=100)
-    with pytest.raises(FloatingPointError, match=message):
-        train(poisoned("loss", step=step, checkpoint=checkpoint), tmp_path)
-
-
-def test_a_state_that_overflows_is_not_saved(tmp_path):
-    """Each gradient is finite, but not what an update of 1e38 comes to."""
-    optimizer = dataclasses.replace(
-        LINE.optimizer, learning_rate=2e38, final_learning_rate=2e38
-    )
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
-    config = dataclasses.replace(LINE, optimizer=optimizer, checkpoint=checkpoint)
-    with pytest.raises(FloatingPointError, match="worker"):
-        train(config, tmp_path)
-    models = [saved(tmp_path)] if steps(tmp_path) else []
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(models))
-
-
-def test_a_state_of_finite_gradients_may_not_be_finite(tmp_path):
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
-    config = dataclasses.replace(LINE, task=Growing(), checkpoint=checkpoint)
-    message = "state of workers 0, 1, 2, 3 is not finite after step 3, in model_state"
+def test_what_is_not_finite_is_named_and_never_saved(config, message, kept, tmp_path):
     with pytest.raises(FloatingPointError, match=message):
         train(config, tmp_path)
-    assert steps(tmp_path) == [1, 2]
+    assert steps(tmp_path) == kept
+    assert not kept or all(np.isfinite(x).all() for x in newest(tmp_path)[1].values())
 
 
 def test_one_number_that_is_not_finite_is_enough():
@@ -173,13 +163,6 @@ def test_one_number_that_is_not_finite_is_enough():
     message = r"worker 2 is not finite after step 7, in params\['x'\]"
     with pytest.raises(FloatingPointError, match=message):
         build_check(None)(state, 7)
-
-
-def test_a_run_that_fails_ends_with_its_own_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(SystemExit) as ended:
-        main(["tests/line.py", "--run-dir", str(tmp_path), "--task.poison-step=3"])
-    assert ended.value.code == 71
 
 
 class Skipping(line.Line):
@@ -197,9 +180,10 @@ class Skipping(line.Line):
 
 
 def test_what_was_skipped_is_in_the_next_row_alone(tmp_path):
-    log = dataclasses.replace(LINE.log, every_steps=2)
-    train(dataclasses.replace(LINE, task=Skipping(), num_steps=8, log=log), tmp_path)
-    rows = [row["skipped_examples"] for row in read_metrics(tmp_path) if "loss" in row]
+    train(
+        changed(LINE, task=Skipping(), num_steps=8, log=dict(every_steps=2)), tmp_path
+    )
+    rows = column(tmp_path, "skipped_examples")
     assert rows == [0, 1, 0, 0, 0]  # After 2, 4, 5, 6 and 8 steps.
 
 
@@ -211,9 +195,8 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
             raise error
 
     monkeypatch.setattr(ocp.AsyncCheckpointer, "check_for_errors", check_for_errors)
-    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1000)
     with pytest.raises(SaveError, match="no space left on device"):
-        train(dataclasses.replace(LINE, checkpoint=checkpoint), tmp_path)
+        train(changed(LINE, checkpoint=dict(every_steps=1000)), tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
@@ -242,7 +225,7 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         profile=lambda step, state: None,
         first=0,
     )
-    config = dataclasses.replace(LINE, num_steps=1)
+    config = changed(LINE, num_steps=1)
     assert run_steps(config, Begin(0, state, None), parts) == (1, state)
     # The last step is settled once more, to measure the consensus distance.
     order = "count step settle measure settle check flush write_rows save evaluate"
@@ -250,10 +233,11 @@ def test_what_is_saved_is_settled_checked_and_written_down():
 
 
 def test_what_is_evaluated_is_saved_before(tmp_path):
-    evaluation = dataclasses.replace(LINE.evaluation, every_steps=7)
-    task = dataclasses.replace(LINE.task, eval_fails=True)
     with pytest.raises(ZeroDivisionError):
-        train(dataclasses.replace(LINE, task=task, evaluation=evaluation), tmp_path)
+        train(
+            changed(LINE, task=dict(eval_fails=True), evaluation=dict(every_steps=7)),
+            tmp_path,
+        )
     assert steps(tmp_path) == [5, 7]
 
 
@@ -283,15 +267,12 @@ def removes(step, state, metrics):
         ({13: "checkpoints/5"}, []),
     ],
 )
-def test_what_is_removed_while_it_trains_is_made_anew(
-    removed, said, tmp_path, monkeypatch, capsys
-):
+def test_what_is_removed_is_made_anew(removed, said, tmp_path, monkeypatch, capsys):
     """And a line says so; the run ends as if nothing had been removed."""
     run_dir = tmp_path / "run"
     monkeypatch.setenv("RUN_DIR", str(run_dir))
     monkeypatch.setattr(sys.modules[__name__], "REMOVED", removed)
-    log = dataclasses.replace(LINE.log, every_steps=1)
-    config = dataclasses.replace(LINE, on_step=removes, log=log, num_steps=20)
+    config = changed(LINE, on_step=removes, log=dict(every_steps=1), num_steps=20)
     outcome = train(config, run_dir)
     anew = "was removed while the run trains, and is created again\n"
     warned = capsys.readouterr().err
@@ -318,7 +299,7 @@ def test_a_last_checkpoint_that_is_removed_is_saved_again(tmp_path, monkeypatch)
     monkeypatch.setattr(
         sys.modules[__name__], "REMOVED", {"evaluated": "checkpoints/20"}
     )
-    config = dataclasses.replace(LINE, on_evaluation=removes_all, num_steps=20)
+    config = changed(LINE, on_evaluation=removes_all, num_steps=20)
     train(config, tmp_path)
     assert steps(tmp_path) == [15, 20]
 
@@ -369,17 +350,13 @@ def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     """It may train for longer; then it is what a run from a checkpoint would be."""
-    config = dataclasses.replace(
-        saved_config(run_dir, None, ["tests.line"]), num_steps=30
-    )
+    config = changed(saved_config(run_dir, None, ["tests.line"]), num_steps=30)
     assert train(config, run_dir, Resume()).step == 30
-    changed = [row for row in read_metrics(run_dir) if "changed" in row]
-    assert [(row["step"], row["changed"]) for row in changed] == [
+    rows = [row for row in read_metrics(run_dir) if "changed" in row]
+    assert [(row["step"], row["changed"]) for row in rows] == [
         (20, ["num_steps was 20 and is 30"])
     ]
-    assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
-        range(1, 31)
-    )
+    assert column(run_dir, "step") == list(range(1, 31))
     seconds = [row["seconds"] for row in read_metrics(run_dir)]
     assert seconds == sorted(seconds), "the clock goes on"
     assert json.loads((run_dir / "config.json").read_text())["num_steps"] == 30
@@ -388,39 +365,29 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (changed(LINE, seed=3), "seed was 0 and is 3; .* give decentjax resume"),
         (
-            dataclasses.replace(LINE, seed=3),
-            "seed was 0 and is 3; .* give decentjax resume --seed 3$",
-        ),
-        (
-            dataclasses.replace(LINE, topology=TopologyConfig(name="complete")),
+            changed(LINE, topology=dict(name="complete")),
             "topology.name was '.*' and is 'complete'; .* --topology.name complete",
         ),
-        (dataclasses.replace(LINE, num_steps=15), "has done 20 steps, more than"),
-        (
-            dataclasses.replace(
-                LINE, workers=dataclasses.replace(LINE.workers, num_workers=8)
-            ),
-            "workers.num_workers was 4 and is 8",
-        ),
+        (changed(LINE, num_steps=15), "has done 20 steps, more than"),
+        (changed(LINE, workers=dict(num_workers=8)), "num_workers was 4 and is 8"),
+        (changed(LINE, num_steps=17), "settings: num_steps was 20 and is 17"),
     ],
 )
 def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir):
+    step = 15 if config.num_steps == 17 else None
     with pytest.raises(ValueError, match=message):
-        train(config, run_dir, Resume())
+        train(config, run_dir, Resume(step=step))
 
 
-def test_what_an_earlier_version_saved_has_the_defaults_of_later_fields(
-    run_dir, monkeypatch
-):
+def test_an_earlier_config_has_defaults_of_later_fields(run_dir, monkeypatch):
     saved = json.loads(to_json(LINE))
     del saved["rounds"], saved["optimizer"]["eps"]
     monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
     assert what_changed(run_dir, 20, LINE, Resume()) == []
     saved["seed"] = 3
-    with pytest.raises(
-        ValueError, match="other settings: seed was 3 and is 0; to change"
-    ):
+    with pytest.raises(ValueError, match="settings: seed was 3 and is 0; to change"):
         what_changed(run_dir, 20, LINE, Resume())
 
 
@@ -435,8 +402,7 @@ def rows_of(state):
 @pytest.mark.parametrize("how", ["mean", "repeat", "select"])
 def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_dir):
     before = rows_of(train(LINE, run_dir, Resume()).state)
-    workers = dataclasses.replace(LINE.workers, num_workers=num_workers)
-    config = dataclasses.replace(LINE, workers=workers)
+    config = changed(LINE, workers=dict(num_workers=num_workers))
     resume = Resume(workers=how)
     if how == "select" and num_workers > 4:
         with pytest.raises(ValueError, match="the first of 4 workers, and there are 7"):
@@ -450,7 +416,7 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
             mean = x.astype(np.float64).mean(0).astype(x.dtype)
             wanted = np.stack([mean] * num_workers)
         np.testing.assert_allclose(y, wanted, rtol=1e-6)
-    longer = dataclasses.replace(config, num_steps=30)
+    longer = changed(config, num_steps=30)
     assert train(longer, run_dir, resume).step == 30
     row = next(row for row in read_metrics(run_dir) if "changed" in row)
     assert f"workers.num_workers was 4 and is {num_workers}" in row["changed"]
@@ -458,18 +424,16 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
 
 @pytest.mark.slow
 def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
-    config = dataclasses.replace(
+    config = changed(
         LINE,
-        step=dataclasses.replace(LINE.step, algorithm="rounds"),
-        rounds=RoundsConfig(every_steps=1, delay=1, tracking=True),
+        step=dict(algorithm="rounds"),
+        rounds=dict(every_steps=1, delay=1, tracking=True),
     )
     before = train(config, tmp_path).state
-    workers = dataclasses.replace(LINE.workers, num_workers=3)
-    config = dataclasses.replace(config, workers=workers)
+    workers = changed(LINE.workers, num_workers=3)
+    config = changed(config, workers=workers)
     for how in ("repeat", "select"):
-        with pytest.raises(
-            ValueError, match=f"{how} would drop or repeat .* take mean"
-        ):
+        with pytest.raises(ValueError, match=f"{how} would drop or .* take mean"):
             train(config, tmp_path, Resume(workers=how))
     after = train(config, tmp_path, Resume(workers="mean")).state
     for one in (before.extra, after.extra):
@@ -479,35 +443,15 @@ def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_on_a_mesh_takes_another_number_of_workers(run_dir, tmp_path):
-    workers = dataclasses.replace(LINE.workers, num_workers=8)
-    config = dataclasses.replace(LINE, workers=workers, num_steps=30)
+    workers = changed(LINE.workers, num_workers=8)
+    config = changed(LINE, workers=workers, num_steps=30)
     other = shutil.copytree(run_dir, tmp_path / "other")
     wanted = train(config, run_dir, Resume(workers="repeat")).state
-    on_mesh = dataclasses.replace(workers, where="mesh")
-    config = dataclasses.replace(config, workers=on_mesh)
+    on_mesh = changed(workers, where="mesh")
+    config = changed(config, workers=on_mesh)
     found = train(config, other, Resume(workers="repeat")).state
     for x, y in zip(rows_of(found), rows_of(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
-
-
-def test_a_shorter_run_is_another_one(run_dir):
-    shorter = dataclasses.replace(LINE, num_steps=17)
-    with pytest.raises(ValueError, match="other settings: num_steps was 20 and is 17"):
-        train(shorter, run_dir, Resume(step=15))
-
-
-@pytest.mark.slow
-def test_a_change_that_is_named_is_made_and_recorded(run_dir):
-    longer = dataclasses.replace(LINE, num_steps=25)
-    config, fields = with_changes(longer, ["optimizer.learning-rate=0.05"])
-    assert fields == ("optimizer.learning_rate",)
-    assert config.optimizer.learning_rate == 0.05
-    assert train(config, run_dir, Resume(changes=fields)).step == 25
-    (row,) = (row for row in read_metrics(run_dir) if "changed" in row)
-    changed = "optimizer.learning_rate was 0.1 and is 0.05"
-    assert changed in row["changed"]
-    page = write_report([run_dir], run_dir / "report.html").read_text()
-    assert f"; num_steps was 20 and is 25; {changed}" in page
 
 
 def cosine(step, num_steps, peak=0.1, final=1e-4):
@@ -532,7 +476,7 @@ def cosine(step, num_steps, peak=0.1, final=1e-4):
 )
 def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys):
     """By its schedules, whatever the option; the log and the report have it too."""
-    longer = dataclasses.replace(LINE, num_steps=num_steps)
+    longer = changed(LINE, num_steps=num_steps)
     config, fields = with_changes(longer, changes)
     train(config, run_dir, Resume(changes=fields))
     said = capsys.readouterr().err
@@ -556,7 +500,7 @@ def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys
 def test_a_run_may_go_on_with_other_windows_of_its_moments(tmp_path):
     """Its moments keep their age, six full windows of three steps."""
     accum = OptimizerConfig(name="accum_adam", accum_steps=3, warmup_steps=0)
-    config = dataclasses.replace(LINE, num_steps=20, optimizer=accum)
+    config = changed(LINE, num_steps=20, optimizer=accum)
     before = train(config, tmp_path).state.opt_state
     config, fields = with_changes(config, ["optimizer.accum-steps=8"])
     after = train(config, tmp_path, Resume(changes=fields)).state.opt_state
@@ -577,17 +521,17 @@ def test_a_rate_within_a_run_may_jump():
     """One that falls by its schedule does not jump, nor one that is left as it was."""
     falls = OptimizerConfig(decay="steps", decay_steps=(60,), warmup_steps=5)
     assert rates_at((falls, 100), (falls, 200), 60) is None
-    sooner = dataclasses.replace(falls, decay_steps=(50,))
+    sooner = changed(falls, decay_steps=(50,))
     assert rates_at((falls, 100), (sooner, 100), 60) is None  # As it would have been.
-    later = dataclasses.replace(falls, decay_steps=(70,))
+    later = changed(falls, decay_steps=(70,))
     assert rates_at((falls, 100), (later, 100), 60) is None  # As it was.
     last, now = rates_at((falls, 100), (sooner, 100), 55) or (0, 0)
     assert (last, now) == pytest.approx((1e-3, 1e-4))
-    own = dataclasses.replace(falls, schedule=rising)
+    own = changed(falls, schedule=rising)
     assert rates_at((own, 100), (own, 120), 50) is None
     last, now = rates_at((own, 100), (own, 200), 50) or (0, 0)
     assert (last, now) == pytest.approx((0.49, 0.25))
-    zero = dataclasses.replace(falls, learning_rate=0.0)
+    zero = changed(falls, learning_rate=0.0)
     assert rates_at((zero, 100), (zero, 200), 60) is None
 
 
@@ -603,9 +547,9 @@ def test_a_change_has_a_field_and_a_value(change):
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_an_earlier_step_and_moves_the_later_ones_aside(run_dir):
-    before = saved(run_dir)
+    before = newest(run_dir)
     assert train(LINE, run_dir, Resume(step=15)).step == 20
-    assert all(map(np.array_equal, jax.tree.leaves(before), [*saved(run_dir).values()]))
+    np.testing.assert_equal(newest(run_dir), before)
     assert (run_dir / "set_aside" / "20" / "state").is_dir()
     with pytest.raises(ValueError, match=r"has checkpoints of steps \[15, 20\], not 7"):
         train(LINE, run_dir, Resume(step=7))
@@ -681,7 +625,7 @@ def jax_option(name, value):
 
 @pytest.mark.slow
 def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
-    longer = dataclasses.replace(LINE, num_steps=22)
+    longer = changed(LINE, num_steps=22)
     words = (
         r"of step 20 of .* cannot be used: its random keys, key, are of the kind {}, "
         r"and those of this process of the kind {}: set JAX_DEFAULT_PRNG_IMPL={}; "
@@ -696,10 +640,10 @@ def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
 
 @pytest.mark.slow
 def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
-    config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
+    config = changed(LINE, task=Keyed(), num_steps=5)
     with jax_option("jax_default_prng_impl", "unsafe_rbg"):
         train(config, tmp_path)
-    longer = dataclasses.replace(config, num_steps=6)
+    longer = changed(config, num_steps=6)
     words = "kind unsafe_rbg, .* threefry2x32: set JAX_DEFAULT_PRNG_IMPL=unsafe_rbg"
     with pytest.raises(ValueError, match=words):
         train(longer, tmp_path, Resume())
@@ -714,7 +658,7 @@ def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["mean", "repeat"])
 def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path):
-    config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
+    config = changed(LINE, task=Keyed(), num_steps=5)
     last = train(config, tmp_path).state.model_state["keys"]
     read = read_trained(tmp_path, trust=["test_resume"])
     scores = build_score(read.task)([read.mean(), read.worker(3)])
@@ -725,8 +669,8 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
     np.testing.assert_array_equal(
         arrays["model_state.keys"], jax.random.key_data(last[3])
     )
-    workers = dataclasses.replace(LINE.workers, num_workers=7)
-    wider = dataclasses.replace(config, workers=workers, num_steps=6)
+    workers = changed(LINE.workers, num_workers=7)
+    wider = changed(config, workers=workers, num_steps=6)
     keys = train(wider, tmp_path, Resume(workers=how)).state.model_state["keys"]
     assert keys.shape == (7, 2)
     assert len(set(map(str, jax.random.key_data(keys.ravel())))) == 14
@@ -735,10 +679,10 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is taken for a random key")
 def test_old_keys_of_a_model_state_are_new_for_other_workers(tmp_path):
-    config = dataclasses.replace(LINE, task=OldKeyed(), num_steps=5)
+    config = changed(LINE, task=OldKeyed(), num_steps=5)
     train(config, tmp_path)
-    workers = dataclasses.replace(LINE.workers, num_workers=7)
-    wider = dataclasses.replace(config, workers=workers, num_steps=6)
+    workers = changed(LINE.workers, num_workers=7)
+    wider = changed(config, workers=workers, num_steps=6)
     state = train(wider, tmp_path, Resume(workers="mean")).state.model_state
     assert len(np.unique(state["dropout_rng"], axis=0)) == 7
     np.testing.assert_array_equal(state["seen"], [[5, 0]] * 7)
@@ -748,22 +692,14 @@ def test_old_keys_of_a_model_state_are_new_for_other_workers(tmp_path):
     ("changes", "words"),
     [
         (["optimizer.name=sgd"], "has no opt_state.3.0.trace.b, .* and it has opt_st"),
-        (
-            ["optimizer.name=accum_adam"],
-            "it has no opt_state.3.0.acc.b, opt_state.3.0.a",
-        ),
-        (
-            ["step.algorithm=rounds"],
-            "it has the parts of another optimizer or algorithm",
-        ),
+        (["optimizer.name=accum_adam"], "it has no opt_state.3.0.acc.b"),
+        (["step.algorithm=rounds"], "it has the parts of another optimizer or"),
     ],
 )
 def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir):
     """Orbax would say it in pages, with all values."""
     config, fields = with_changes(LINE, [*changes, "num_steps=22"])
-    with pytest.raises(
-        ValueError, match=f"20 of .* cannot be used: .*{words}"
-    ) as caught:
+    with pytest.raises(ValueError, match=f"cannot be used: .*{words}") as caught:
         train(config, run_dir, Resume(changes=fields))
     said = str(caught.value)
     assert ", which takes a new run, as --init-from begins with this one's mean" in said
@@ -774,10 +710,9 @@ def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [None, "mean"])
 def test_a_state_of_another_model_is_refused_by_name(how, tmp_path):
-    train(dataclasses.replace(LINE, task=Keyed(), num_steps=5), tmp_path)
+    train(changed(LINE, task=Keyed(), num_steps=5), tmp_path)
     count = 4 if how is None else 3
-    workers = dataclasses.replace(LINE.workers, num_workers=count)
-    wide = dataclasses.replace(LINE, task=Wide(), workers=workers)
+    wide = changed(LINE, task=Wide(), workers=dict(num_workers=count))
     resume = Resume(changes=("task.kind",), workers=how)
     words = r"its params.w has the shape \(4,\), wanted \(4, 3\); it is of another mod"
     with pytest.raises(ValueError, match=words):
@@ -813,15 +748,6 @@ def spoil_state(path: Path) -> None:
             file.write_bytes(b"")
 
 
-def test_where_the_newest_is_broken_it_goes_on_from_the_one_before(run_dir, capsys):
-    wanted = losses(run_dir)
-    spoil_state(run_dir / "checkpoints" / "20")
-    assert train(LINE, run_dir, Resume()).step == 20
-    assert "warning: the checkpoint of step 20 of" in capsys.readouterr().err
-    assert steps(run_dir) == [15, 20]
-    assert losses(run_dir) == wanted
-
-
 @pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
     """Whoever saved it, it is no better than one that is broken."""
@@ -830,7 +756,7 @@ def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
     with Checkpoints(run_dir, 3) as checkpoints:
         checkpoints.save(25, spoilt, LINE)
     assert steps(run_dir) == [15, 20, 25]
-    config = dataclasses.replace(LINE, num_steps=30)
+    config = changed(LINE, num_steps=30)
     with pytest.raises(ValueError, match=r"after step 25, in .*; steps \[25\] are"):
         train(config, run_dir, Resume(step=25))
     assert train(config, run_dir, Resume()).step == 30
@@ -855,7 +781,7 @@ def test_strays_are_no_checkpoints(run_dir, capsys):
     (folder / "100").mkdir()
     (folder / "notes.txt").write_text("")
     assert steps(run_dir) == [15, 20]
-    config = dataclasses.replace(LINE, num_steps=30)
+    config = changed(LINE, num_steps=30)
     assert train(config, run_dir, Resume()).step == 30
     assert steps(run_dir) == [25, 30]
     warned = capsys.readouterr().err
@@ -870,12 +796,7 @@ def test_strays_are_no_checkpoints(run_dir, capsys):
     assert {path.name for path in (run_dir / "set_aside").iterdir()} == {
         *("25", "99", "100", "1971")
     }
-    assert read_trained_step(run_dir) == 30
-
-
-def read_trained_step(run_dir: Path) -> int:
-    shapes = jax.eval_shape(lambda: {"params": {"b": np.zeros(4), "w": np.zeros(4)}})
-    return read_models(run_dir, shapes)[0]
+    assert newest(run_dir)[0] == 30
 
 
 def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
@@ -888,18 +809,13 @@ def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
 
 @pytest.mark.slow
 def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
-    config = dataclasses.replace(job_line.config, num_steps=3)
+    config = changed(job_line.config, num_steps=3)
     train(config, tmp_path / "first")
     mean = read_trained(tmp_path / "first", trust=["tests.job_line"]).mean()[0]
-    wide = dataclasses.replace(
+    wide = changed(
         config,
-        workers=dataclasses.replace(config.workers, num_workers=2, workers_per_node=1),
-        optimizer=dataclasses.replace(
-            config.optimizer,
-            learning_rate=0.0,
-            final_learning_rate=0.0,
-            weight_decay=0.0,
-        ),
+        workers=dict(num_workers=2, workers_per_node=1),
+        optimizer=dict(learning_rate=0.0, final_learning_rate=0.0, weight_decay=0.0),
     )
     outcome = train(wide, tmp_path / "second", init_from=tmp_path / "first")
     for got, wanted in zip(
@@ -910,7 +826,7 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
     (row,) = (r for r in read_metrics(tmp_path / "second") if "init_from" in r)
     assert (row["step"], row["init_step"]) == (0, 3)
 
-    grown = dataclasses.replace(config, task=Growing())
+    grown = changed(config, task=Growing())
     first = tmp_path / "first"
     with pytest.raises(ValueError, match="the model to start from does not fit"):
         train(grown, tmp_path / "third", init_from=first, trust=["tests.job_line"])
@@ -939,8 +855,8 @@ def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
     path.write_text("\n".join([*rows, '{"step": 21, "lo']))
     assert len(read_metrics(run_dir)) == len(rows) - 2
     assert "left out 2 broken row(s), in line 4, 8" in capsys.readouterr().err
-    train(dataclasses.replace(LINE, num_steps=22), run_dir, Resume())
-    trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+    train(changed(LINE, num_steps=22), run_dir, Resume())
+    trained = column(run_dir, "step")
     assert trained == [1, 2, 3, 5, 6, 7, *range(9, 23)]
 
 
@@ -956,5 +872,8 @@ def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypat
     with pytest.raises(SystemExit, match="a run brings its own config"):
         main(["tests/line.py", "--resume"])
     main(["--resume", str(run_dir), *options[:2], "--num-steps=26", "--lr", "0.2"])
-    changed = [row["changed"] for row in read_metrics(run_dir) if "changed" in row]
-    assert "optimizer.learning_rate was 0.1 and is 0.2" in changed[-1]
+    rows = [row["changed"] for row in read_metrics(run_dir) if "changed" in row]
+    words = "optimizer.learning_rate was 0.1 and is 0.2"
+    assert words in rows[-1]
+    page = write_report([run_dir], run_dir / "report.html").read_text()
+    assert f"; num_steps was 24 and is 26; {words}" in page

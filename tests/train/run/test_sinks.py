@@ -2,14 +2,11 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import gzip
 import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -23,8 +20,10 @@ import pytest
 import decentjax
 from decentjax import topology
 from tests import tiny_numbers
-from tests.checkout import ROOT
+from tests.changes import changed
+from tests.jobs import python
 from tests.line import config as line
+from tests.run_folders import column
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.tables import quantity
@@ -52,11 +51,11 @@ from train.targets import peak_flops
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 # Ten steps, without TensorBoard.
-SHORT = dataclasses.replace(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
+SHORT = changed(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
 
 
 def with_log(**changes):
-    return dataclasses.replace(SHORT, log=dataclasses.replace(SHORT.log, **changes))
+    return changed(SHORT, log=dict(**changes))
 
 
 @pytest.mark.slow
@@ -78,7 +77,7 @@ def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_with_a_policy_says_so(tmp_path, capsys):
-    train(dataclasses.replace(SHORT, policy=ThinningPolicy()), tmp_path)
+    train(changed(SHORT, policy=ThinningPolicy()), tmp_path)
     assert "over the graphs of the policy thinning" in capsys.readouterr().out
 
 
@@ -109,7 +108,7 @@ def test_a_score_has_its_unit(value, unit, text):
 
 @pytest.mark.slow
 def test_the_throughput_is_that_of_all_workers(tmp_path):
-    config = dataclasses.replace(SHORT, step=StepConfig(batch_per_worker=3))
+    config = changed(SHORT, step=StepConfig(batch_per_worker=3))
     train(config, tmp_path)
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     per_step = [row["examples_per_second"] / row["steps_per_second"] for row in rows]
@@ -155,8 +154,8 @@ def no_such_number(name):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, capfd):
     SOME.clear()
-    workers = dataclasses.replace(line.workers, num_workers=num_workers)
-    config = dataclasses.replace(
+    workers = changed(line.workers, num_workers=num_workers)
+    config = changed(
         with_log(sinks=("tensorboard",)), task=Odd(), workers=workers, on_step=keep_some
     )
     train(config, tmp_path)
@@ -170,8 +169,8 @@ def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, 
     assert rows[-1]["mean_model"]["recall"] is None
     assert any(np.isnan(some).any() for some in SOME)
     # As it was read before: null is NaN, also after the file was written again.
-    train(dataclasses.replace(config, num_steps=11), tmp_path, Resume())
-    read = [row["all"] for row in read_metrics(tmp_path) if "loss" in row]
+    train(changed(config, num_steps=11), tmp_path, Resume())
+    read = column(tmp_path, "all")
     assert len(read) == 11
     assert np.isnan(read).all()
     assert "NaN" not in capfd.readouterr().err
@@ -199,7 +198,7 @@ def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches(monkeypatch):
     optimizer = build_optimizer(SHORT.optimizer, 10)
     for parts in (1, 4):
         step = StepConfig(batch_per_worker=batch, num_micro_batches=parts)
-        config = dataclasses.replace(SHORT, step=step)
+        config = changed(SHORT, step=step)
         state = build_state(config, task, optimizer, range(4))
         # Forward, and the gradient of the weights.
         matmuls = 2 * 2 * batch * inside * out
@@ -302,8 +301,7 @@ def test_a_sink_learns_that_the_run_has_failed(tmp_path):
             seen.append(str(error))
             raise
 
-    task = dataclasses.replace(SHORT.task, poison_step=3)
-    bad = dataclasses.replace(SHORT, task=task)
+    bad = changed(SHORT, task=dict(poison_step=3))
     with pytest.raises(FloatingPointError, match="worker 2"):
         train(bad, tmp_path, sinks=[sink])
     assert len(seen) == 1
@@ -344,18 +342,8 @@ def test_sinks_of_a_config_file_are_used(tmp_path):
     )
     folder = str(tmp_path / "run")
     main([str(file), "--num-steps", "4", "--run-dir", folder])
-    main(
-        [
-            "--resume",
-            folder,
-            "--num-steps",
-            "6",
-            "--trust",
-            str(file),
-            "--trust",
-            "tests.line",
-        ]
-    )
+    again = f"--resume {folder} --num-steps 6 --trust {file} --trust tests.line"
+    main(again.split())
     steps = (tmp_path / "run" / "mine.txt").read_text().split()
     assert steps == ["1", "2", "3", "4", "4", "5", "6", "6"]
     file.write_text("from tests.line import config\nsinks = 3\n")
@@ -404,14 +392,14 @@ def values_once(run_dir: Path) -> list[int]:
     """Goes back to step 6 of 10, by the command, and on to 14; returns the steps."""
     options = ["--trust", "tests.line", "--step", "6", "--num-steps", "14"]
     main(["--resume", str(run_dir), *options])
-    trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+    trained = column(run_dir, "step")
     assert trained == list(range(1, 15))
     return trained
 
 
 def kept_config(*names):
     checkpoint = CheckpointConfig(every_steps=3, num_kept=9)
-    return dataclasses.replace(with_log(sinks=names), checkpoint=checkpoint)
+    return changed(with_log(sinks=names), checkpoint=checkpoint)
 
 
 @pytest.mark.slow
@@ -438,9 +426,7 @@ def test_where_a_run_goes_back_each_sink_has_each_step_once(tmp_path, monkeypatc
     assert steps == trained
     # One that goes on from its last step goes on in its own.
     num_rows = len(kept)
-    longer = dataclasses.replace(
-        saved_config(tmp_path, None, ["tests.line"]), num_steps=16
-    )
+    longer = changed(saved_config(tmp_path, None, ["tests.line"]), num_steps=16)
     train(longer, tmp_path, Resume())
     assert {row[:2] for row in kept[num_rows:]} == {(second, 15), (second, 16)}
     train(longer, tmp_path, Resume(step=12))
@@ -452,7 +438,7 @@ def test_a_sink_that_is_added_begins_with_the_rows_before(tmp_path, monkeypatch)
     kept = []
     monkeypatch.setitem(sinks.SINKS, "wandb", (recorder(kept), "json"))
     train(kept_config(), tmp_path)
-    longer = dataclasses.replace(kept_config("wandb"), num_steps=12)
+    longer = changed(kept_config("wandb"), num_steps=12)
     train(longer, tmp_path, Resume())
     assert [step for step, values in kept[1:-1] if LOSS in values] == list(range(1, 13))
 
@@ -527,7 +513,7 @@ def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
         wanted = [(x["step"], x["loss"]) for x in rows]
         assert sorted((x.step, x.value) for x in found) == wanted
 
-    train(dataclasses.replace(config, num_steps=5), tmp_path / "run")
+    train(changed(config, num_steps=5), tmp_path / "run")
     (store / "log").symlink_to("/var/log")
     train(config, tmp_path / "run", Resume())
     newest(1)
@@ -698,14 +684,7 @@ def test_trackio_keeps_the_rows_on_this_machine(tmp_path):
         "print(json.dumps([x['train/loss'] for x in logs if 'train/loss' in x]))\n"
     )
     # It reads where to write when it is imported.
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")},
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", code, TRACKIO_DIR=str(tmp_path / "trackio"))
     rows = read_metrics(tmp_path / "run")
     wanted = [row["loss"] for row in rows if "loss" in row]
     assert json.loads(done.stdout.splitlines()[-1]) == wanted
@@ -741,8 +720,7 @@ def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
     options = ["--num-steps", "10", "--log.profile", "5:10"]
     for words in (trained, [*resumed, *options]):
         assert not (tmp_path / "profile.0").exists()
-        run = [sys.executable, "-m", "decentjax", "train", *words]
-        subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+        python("-m", "decentjax", "train", *words)
     assert traced_steps(tmp_path / "profile.0") == [7, 8, 9]
 
 
@@ -750,8 +728,7 @@ def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
 def test_each_process_of_a_job_has_a_trace_of_its_own(tmp_path):
     words = ["decentjax", "launch", "--processes", "2", "tests/job_line.py"]
     options = ["--log.profile", "4:6", "--num-steps", "8", "--run-dir", str(tmp_path)]
-    run = [sys.executable, "-m", *words, *options]
-    done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = python("-m", *words, *options)
     for process in (0, 1):
         assert traced_steps(tmp_path / f"profile.{process}") == [4, 5]
     assert "4 workers on 2 nodes, 2 processes; awc (adapt" in done.stdout
@@ -791,31 +768,21 @@ def islands(num_workers):
     return topology.from_edges([(0, 1), (2, 3)], num_workers)
 
 
+ISLANDS = TopologyConfig(make=islands)
+
+
 @pytest.mark.parametrize(
-    ("fields", "is_said"),
+    ("graph", "algorithm", "is_said"),
     [
-        ({"topology": TopologyConfig(make=islands)}, True),
-        ({"topology": TopologyConfig(make=islands, mean_every=5)}, False),
-        ({"topology": TopologyConfig(name="alone")}, False),
-        (
-            {
-                "topology": TopologyConfig(make=islands),
-                "step": StepConfig(algorithm="all_reduce"),
-            },
-            False,
-        ),
-        (
-            {
-                "topology": TopologyConfig(make=islands),
-                "step": StepConfig(algorithm="rounds"),
-            },
-            True,
-        ),
+        (ISLANDS, "awc", True),
+        (changed(ISLANDS, mean_every=5), "awc", False),
+        (TopologyConfig(name="alone"), "awc", False),
+        (ISLANDS, "all_reduce", False),
+        (ISLANDS, "rounds", True),
     ],
-    ids=["islands", "mean_every", "alone", "all_reduce", "rounds"],
 )
-def test_a_config_of_a_graph_in_parts_is_said(fields, is_said):
-    config = dataclasses.replace(line, **fields)
+def test_a_config_of_a_graph_in_parts_is_said(graph, algorithm, is_said):
+    config = changed(line, topology=graph, step=dict(algorithm=algorithm))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         build_method(config)

@@ -13,14 +13,9 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.machines import small_disk
+from tests.run_folders import column
 from train.cli.command import SaveError
-from train.job.signals import (
-    NOTHING_LOST,
-    REPEAT_SECONDS,
-    STOP_SIGNALS,
-    stop_together,
-)
-from train.plain_files import write_whole
+from train.job.signals import NOTHING_LOST, REPEAT_SECONDS, STOP_SIGNALS, stop_together
 from train.run.resume import saved_config
 from train.run.stop import Stop
 from train.store.checkpoints import UNFINISHED, find_checkpoints, verify
@@ -32,13 +27,12 @@ SLOWLY = ("--num-steps=100000", "--task.step-seconds=0.02")
 
 
 @contextlib.contextmanager
-def training(run_dir: Path, *options: str, under: tuple[str, ...] = (), **how):
-    """A real process that trains a line; killed where the test has not ended it."""
-    command = [sys.executable, "-m", "train", "tests/line.py", "--run-dir", run_dir]
+def running(*command: object, **how):
+    """A real process, killed where the test has not ended it."""
     process = subprocess.Popen(
-        [*under, *command, *options],
+        list(map(str, command)),
         cwd=ROOT,
-        env=os.environ | {"NPROC": "2"},
+        env=os.environ | {"NPROC": "2", "PYTHONPATH": str(ROOT)},
         text=True,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how},
     )
@@ -47,6 +41,12 @@ def training(run_dir: Path, *options: str, under: tuple[str, ...] = (), **how):
             yield process
         finally:
             process.kill()
+
+
+def training(run_dir: Path, *options: str, config="tests/line.py", under=(), **how):
+    """A real process that trains a line."""
+    train = (*under, sys.executable, "-m", "train", config, "--run-dir", run_dir)
+    return running(*train, *options, **how)
 
 
 def wait_for(run_dir: Path, step: int, process: subprocess.Popen) -> None:
@@ -143,15 +143,6 @@ def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path
     assert steps(tmp_path) == [15, 20]
 
 
-@pytest.mark.slow
-def test_an_evaluation_that_fails_loses_nothing(tmp_path):
-    with training(tmp_path, "--task.eval-fails") as process:
-        _, errors = process.communicate(timeout=LONG)
-    assert process.returncode == 70, errors
-    assert "ZeroDivisionError: an evaluation that fails" in errors
-    assert steps(tmp_path) == [15, 20]
-
-
 FAILS_BESIDE_A_THREAD = """
 import dataclasses
 import threading
@@ -173,9 +164,9 @@ config = dataclasses.replace(tests.line.config, on_step=fail)
 def test_a_run_that_fails_ends_whatever_its_threads_wait_for(tmp_path):
     """As orbax's do for ten minutes, where a file could not be written."""
     (tmp_path / "config.py").write_text(FAILS_BESIDE_A_THREAD)
-    run = ["-m", "train", tmp_path / "config.py", "--run-dir", tmp_path / "run"]
-    done = subprocess.run([sys.executable, *run], cwd=ROOT, timeout=LONG)
-    assert done.returncode == 70
+    with training(tmp_path / "run", config=tmp_path / "config.py") as process:
+        process.communicate(timeout=LONG)
+    assert process.returncode == 70
 
 
 @pytest.mark.slow
@@ -215,20 +206,10 @@ def test_a_signal_while_a_run_imports_ends_it_with_nothing_lost(number, tmp_path
 def test_a_signal_while_a_run_is_set_up_ends_it_with_nothing_lost(tmp_path):
     """As where a corpus takes long to read."""
     (tmp_path / "config.py").write_text(SETS_UP_SLOWLY)
-    command = [sys.executable, "-m", "train", tmp_path / "config.py"]
-    with subprocess.Popen(
-        [*command, "--run-dir", tmp_path / "run"],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            read_until(process, "reading")
-            process.send_signal(signal.SIGTERM)
-            output, errors = ended(process)
-        finally:
-            process.kill()
+    with training(tmp_path / "run", config=tmp_path / "config.py") as process:
+        read_until(process, "reading")
+        process.send_signal(signal.SIGTERM)
+        output, errors = ended(process)
     assert process.returncode == 0, errors
     assert output == f"{NOTHING_LOST}\n"
     assert not (tmp_path / "run").exists()
@@ -289,23 +270,13 @@ with Stop():
 @pytest.mark.slow
 def test_a_second_signal_ends_what_runs_no_handler():
     """As a compiler: Python's handlers would run once it is done, in an hour."""
-    with subprocess.Popen(
-        [sys.executable, "-c", IN_NATIVE_CODE],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            read_until(process, "ready")
-            process.send_signal(signal.SIGINT)
-            time.sleep(1.5 * REPEAT_SECONDS)  # Else they count as one.
-            assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            ended(process)
-        finally:
-            process.kill()
+    with running(sys.executable, "-c", IN_NATIVE_CODE) as process:
+        read_until(process, "ready")
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5 * REPEAT_SECONDS)  # Else they count as one.
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        ended(process)
     assert process.returncode == -signal.SIGINT
 
 
@@ -369,7 +340,7 @@ def test_two_runs_never_share_a_folder(tmp_path):
         process.send_signal(signal.SIGTERM)
         ended(process)
     assert process.returncode == 0
-    rows = [row["step"] for row in read_metrics(tmp_path) if "loss" in row]
+    rows = column(tmp_path, "step")
     assert rows == list(range(1, len(rows) + 1))
 
 
@@ -382,14 +353,6 @@ def test_a_folder_is_locked_until_its_run_has_ended(tmp_path):
             saved_config(tmp_path, None)
     with lock(tmp_path):
         pass
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path):
-    path = tmp_path / "file"
-    write_whole(path, "before")
-    with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "cut off \ud800")  # Half a character, in no encoding.
-    assert path.read_text() == "before"
 
 
 def test_rows_that_cannot_be_written_are_an_error(tmp_path):

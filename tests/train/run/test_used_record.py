@@ -147,9 +147,10 @@ def test_broken_rows_are_left_out_with_a_warning(tmp_path, capsys):
     path, one = tmp_path / "used.csv", MergeRecord(3, 1, 0, (Taken(2, 3, 3),))
     broken = ["3,1,0,x,3,3,", "3,1,0,2", "-3,1,0,,,,", "3,1,0,2,,,", "\0"]
     broken += ["3,1,0,2,3,3,9", "3,1,0,2,3,3,x", "3,1,0,,,,0.5"]
+    broken += ["0,0,0,1,x,0,", "0,,0,1,1,0,", f"0,0,0,{10**30},0,0,"]
     path.write_text("\n".join([used_record.HEAD[:-1], "3,1,0,2,3,3,", *broken, ""]))
     assert read_used(tmp_path) == [one]
-    assert f"warning: {path}: left out 8 broken row(s)" in capsys.readouterr().err
+    assert f"warning: {path}: left out 11 broken row(s)" in capsys.readouterr().err
 
 
 def test_the_weights_of_a_quorum_are_recorded_to_the_last_bit(tmp_path):

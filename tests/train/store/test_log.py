@@ -9,14 +9,13 @@ import shutil
 import pytest
 
 from tests import tiny
-from tests.run_folders import make_run, timed
+from tests.run_folders import column, make_run, timed
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
 from train.report import write_report
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
 from train.run.run_info import FACTS, add_results, read_facts
-from train.run.used_record import HEAD, read_used
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import read_timelines
 
@@ -103,14 +102,6 @@ def test_wild_facts_get_a_sentence(facts, words, tmp_path):
             use(tmp_path)
 
 
-@pytest.mark.parametrize("cells", ["0,0,0,1,x,0", "0,,0,1,1,0", f"0,0,0,{10**30},0,0"])
-def test_a_wild_row_of_a_record_is_left_out(cells, tmp_path, capfd):
-    text = f"{HEAD}{cells},\n1,0,0,,,,\n"
-    (tmp_path / "used.csv").write_text(text)
-    assert [one.step for one in read_used(tmp_path)] == [1]
-    assert "used.csv: left out 1 broken row" in capfd.readouterr().err
-
-
 def test_a_wild_topology_is_named_with_its_file(tmp_path):
     run = make_run(tmp_path / "run", 2.5)
     fields = json.loads((run / "config.json").read_text())
@@ -192,7 +183,7 @@ def test_a_run_resumes_beside_wild_rows(tmp_path, capsys):
     assert train(longer, tmp_path, Resume(step=10)).step == 12
     said = capsys.readouterr().err
     assert said.count("left out 3 broken row(s), in line 1, 2, 3") == 1
-    losses = [row["step"] for row in read_metrics(tmp_path) if "loss" in row]
+    losses = column(tmp_path, "step")
     assert losses == [*range(1, 13)]
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.jobs import ended, rounds_command, started
+from tests.outcomes import outcome
 from train.cli.changes import take_fields
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.replay import what_if
 from train.store.timeline import ActivitySpan
-from train.study.outcome import SeedsOutcome
 from train.study.what_if import (
     TriedSetting,
     compute_times,
@@ -64,10 +64,7 @@ def test_the_older_form_of_a_field_is_read_with_a_warning(capsys):
     options = ["a", "--change", "data.skew=dirichlet 0.1", "--change=lr=1", "--trust"]
     rest, fields = take_fields(options)
     assert rest == ["a", "--trust"]
-    assert fields == {
-        "data.skew": ["dirichlet 0.1"],
-        "optimizer.learning-rate": ["1"],
-    }
+    assert fields == {"data.skew": ["dirichlet 0.1"], "optimizer.learning-rate": ["1"]}
     said = capsys.readouterr().err
     assert '--change data.skew=dirichlet 0.1 is --data.skew "dirichlet 0.1" now' in said
 
@@ -112,11 +109,9 @@ def test_each_combination_is_tried():
 def setting(name, losses, seconds):
     rows = [(t, [loss]) for t, loss in enumerate(losses, 1)]
     scores = [(len(losses), {"accuracy": [0.5]})]
-    outcome = SeedsOutcome(
-        *(0.0, rows, [losses[-1]], scores, {}, {}, [0.0], [], [], {})
-    )
+    made = outcome([losses[-1]], losses=rows, evaluations=scores)
     ends = np.arange(len(losses) + 1) * seconds
-    return TriedSetting((name,) if name else (), outcome, ends.tolist(), len(losses))
+    return TriedSetting((name,) if name else (), made, ends.tolist(), len(losses))
 
 
 def test_the_setting_that_is_first_at_the_loss_of_the_run_comes_first():

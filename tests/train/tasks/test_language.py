@@ -1,6 +1,5 @@
 """Language modelling against the model itself, token by token."""
 
-import dataclasses
 import functools
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.changes import changed
 from train.models.gpt import GPT, GPTConfig
 from train.tasks.language import language_task, spread
 from train.tasks.sampling import Sampling
@@ -146,7 +146,7 @@ def test_a_text_comes_token_by_token(gpt_and_params):
 
 
 def test_a_context_of_one_token_is_enough():
-    config = dataclasses.replace(CONFIG, context=1)
+    config = changed(CONFIG, context=1)
     params, _ = jax.jit(task(config=config).init)(jax.random.key(0))
     assert len(generated(params, " 3 1", Sampling(tokens=3), config=config)) == 5
 

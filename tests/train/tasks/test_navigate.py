@@ -2,7 +2,6 @@
 
 import base64
 import collections
-import dataclasses
 import functools
 import io
 import re
@@ -19,13 +18,11 @@ from PIL import Image
 
 from decentjax import over_workers, worker_mesh
 from tests import rooms
+from tests.changes import changed
+from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.load import load_config
-from train.config import (
-    InStepExchange,
-    StepConfig,
-    WorkersConfig,
-)
+from train.config import InStepExchange, WorkersConfig
 from train.data.grid_maps import (
     HEADINGS,
     distances,
@@ -303,8 +300,7 @@ def test_a_step_that_plays_nothing_keeps_the_episodes():
     _, (first, _) = loss_fn(params, ppo_state, batch, jax.random.key(1))
     *_, later = start_of(task, step=1)
     _, (second, _) = loss_fn(params, first, later, jax.random.key(2))
-    for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_close(first, second)
 
 
 @pytest.mark.nightly
@@ -326,8 +322,7 @@ def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
 
     wanted = gradient()
     monkeypatch.setattr(navigate, "BLOCK", 32)
-    for a, b in zip(*map(jax.tree.leaves, (gradient(), wanted)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert_close(gradient(), wanted, atol=1e-6)
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(wanted))
 
 
@@ -337,10 +332,7 @@ def test_a_run_resumes_bit_for_bit_amid_an_iteration(tmp_path):
     config = rooms.config
     whole = train(config, tmp_path / "run").state
     again = train(config, tmp_path / "run", Resume(step=6)).state
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
+    assert_close(whole, again)
     rollouts = whole.model_state.rollout
     assert not np.array_equal(rollouts.place[0], rollouts.place[1])
 
@@ -352,7 +344,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     saved = read_trained(finished, step=6)
-    config = dataclasses.replace(
+    config = changed(
         rooms.config, workers=WorkersConfig(num_workers=num_workers), num_steps=7
     )
     resume = Resume(step=6, changes=("num_steps",), workers=how)
@@ -362,23 +354,22 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
             jax.tree.map(lambda x, row=row: x[row], of.rollout)
             for of, row in ((saved.models[1], place % 2), (state.model_state, place))
         )
-        for a, b in zip(*map(jax.tree.leaves, (was, now)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_close(was, now)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_the_config_of_each_method_trains(method, tmp_path):
     whole = load_config(Path(f"navigate_{method}"))
-    config = dataclasses.replace(
+    config = changed(
         whole,
         num_steps=3,
         task=SMALL,
-        step=dataclasses.replace(whole.step, batch_per_worker=2),
-        optimizer=dataclasses.replace(whole.optimizer, warmup_steps=1),
+        step=dict(batch_per_worker=2),
+        optimizer=dict(warmup_steps=1),
     )
     if method == "peers":  # Each a process of its own: here its numbers.
-        config = dataclasses.replace(config, exchange=InStepExchange())
+        config = changed(config, exchange=InStepExchange())
     outcome = train(config, tmp_path / "run")
     assert outcome.step == 3
     assert max(find_checkpoints(tmp_path / "run").steps) == 3
@@ -437,29 +428,14 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"step": StepConfig(batch_per_worker=3)},
-            "batch_per_worker = 3 must divide task.environments = 4",
-        ),
-        (
-            {"task": dataclasses.replace(SMALL, horizon=8)},
-            r"horizon of 8 actions is shorter .* of \d+ actions: set --task.horizon",
-        ),
-        (
-            {"step": StepConfig(batch_per_worker=2, num_micro_batches=2)},
-            "num_micro_batches",
-        ),
-        (
-            {"task": dataclasses.replace(SMALL, num_maps=90)},
-            "found 16 different maps of 7 x 7 tiles, wanted 48",
-        ),
-        (
-            {"workers": WorkersConfig(num_workers=64)},
-            "64 with batches of 4 need 256 examples, the data has 48",
-        ),
+        ({"step": dict(batch_per_worker=3)}, "batch_per_worker = 3 must divide"),
+        ({"task": changed(SMALL, horizon=8)}, "horizon of 8 actions is shorter"),
+        ({"step": dict(batch_per_worker=2, num_micro_batches=2)}, "num_micro_batches"),
+        ({"task": changed(SMALL, num_maps=90)}, "found 16 different maps of 7 x 7"),
+        ({"workers": dict(num_workers=64)}, "64 with batches of 4 need 256"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        train(dataclasses.replace(rooms.config, **changes), tmp_path / "run")
+        train(changed(rooms.config, **changes), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,10 @@ import optax
 import pytest
 
 from decentjax import topology
+from tests.changes import changed
 from tests.checkout import ROOT
+from tests.jobs import python
+from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.config_json import from_fields, sources, to_json
 from train.cli.load import load_config
@@ -61,14 +62,7 @@ def test_the_guide_is_40_lines_and_its_commands_run(tmp_path):
     assert [line[0] for line in lines] == ["train", "evaluate", "resume"]
     outputs = []
     for line, short in zip(lines, (SHORT, (), ("--num-steps", "24")), strict=True):
-        done = subprocess.run(
-            [sys.executable, "-m", "decentjax", *line, *short],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        done = python("-m", "decentjax", *line, *short, cwd=tmp_path)
         outputs.append(done.stdout)
     assert "held-out error" in outputs[0]
     assert "sample" not in outputs[0]
@@ -169,7 +163,7 @@ def test_own_functions_decide_how_a_step_goes(ran):
         assert rate == pytest.approx(0.1 - 0.08 * (step - 1) / 6)
     # As their sum: the exchange keeps the mean, so the mean model takes the mean step.
     config = module.config
-    one = dataclasses.replace(config, num_steps=1, on_step=None, on_evaluation=None)
+    one = changed(config, num_steps=1, on_step=None, on_evaluation=None)
     task, matrix = config.task.build(), np.full((3, 3), 1 / 6) + np.eye(3) / 2
     start = task.init(jax.random.split(jax.random.key(0))[0])[0]
     batches = task.steps(3, 16, 0, range(3))[0].arrays
@@ -198,9 +192,9 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     assert from_fields(fields, ["own.py"]) == sys.modules["own.py"].config
     for part, name in [("task", "kind"), ("topology", "make"), ("optimizer", "make")]:
         kept = {"task": {"kind": "StdlibTask"}} if part != "task" else {}
-        changed = {**fields, **kept, part: {name: fields[part][name]}}
+        other = {**fields, **kept, part: {name: fields[part][name]}}
         with pytest.raises(ValueError, match=r"if you trust it, add --trust own\.py$"):
-            from_fields(changed)
+            from_fields(other)
     page = Path("report.html")
     with pytest.raises(ValueError, match=r"TopologyConfig.make is own\.py:my_graph"):
         write_report([Path("run")], page)
@@ -514,15 +508,6 @@ def test_an_own_optimizer_may_be_one_of_several_steps():
     assert x["w"][0] < 1
 
 
-def test_a_schedule_of_ones_own_has_no_warm_up():
-    Config(
-        name="x",
-        num_steps=3,
-        task=load_example(),
-        optimizer=OptimizerConfig(schedule=number),
-    )
-
-
 def test_graphs_by_name_are_not_ones_own():
     """Of a policy that lists them."""
     policy = HoldingPolicy(graphs=("complete", "ring"))
@@ -541,13 +526,10 @@ def test_a_run_of_an_optimizer_by_name_resumes_bit_for_bit(name, tmp_path):
         log=LogConfig(every_steps=3),
         evaluation=EvaluationConfig(every_steps=100),
     )
-    config = dataclasses.replace(config, num_steps=6)
+    config = changed(config, num_steps=6)
     whole = train(config, tmp_path / "run").state
     again = train(config, tmp_path / "run", Resume(step=3)).state
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
+    assert_close(whole, again)
 
 
 def test_a_class_with_the_name_of_a_shipped_one_is_not_it():

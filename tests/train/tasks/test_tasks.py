@@ -1,6 +1,5 @@
 """The tasks: losses and scores against NumPy, shapes, and what bad input gets."""
 
-import dataclasses
 import functools
 import json
 import re
@@ -13,16 +12,12 @@ import pytest
 import sacrebleu
 
 from tests import tiny
+from tests.changes import changed
+from tests.trees import assert_close
 from train.cli.config_json import from_fields, to_json
-from train.config import (
-    Config,
-    OptimizerConfig,
-    StepConfig,
-    TopologyConfig,
-)
+from train.config import Config, OptimizerConfig, StepConfig, TopologyConfig
 from train.data.batches import say_once
 from train.data.digit_images import read_digits
-from train.data.number_words import read_numbers
 from train.data.pairs import make_corpus, ragged
 from train.data.token_files import prepare_text
 from train.data.vocabulary import train_vocabulary
@@ -51,7 +46,7 @@ NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
 TRANSFORMER = TransformerConfig(
     vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
 )
-NUMBERS = dataclasses.replace(TRANSFORMER, vocabulary=384, context=256)
+NUMBERS = changed(TRANSFORMER, vocabulary=384, context=256)
 LINES = [
     ("one two three", "eins zwei drei"),
     ("two three four five", "zwei drei vier fünf"),
@@ -195,8 +190,7 @@ def test_images_are_normalised_to_learn_from_and_to_be_judged():
         key = [jax.random.key(1)] * (name == "loss_fn")
         wanted = jax.jit(getattr(plain, name))(*model, batch, *key)
         got = jax.jit(getattr(halving, name))(*model, doubled, *key)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert_close(got, wanted, rtol=1e-5)
 
 
 def test_a_model_of_nan_gets_nothing_right_but_by_chance():
@@ -242,9 +236,7 @@ def test_the_nearest_neighbour_is_the_nearest():
 @pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
-    task = toy(
-        model=dataclasses.replace(TRANSFORMER, dropout=0.0), label_smoothing=smoothing
-    )
+    task = toy(model=changed(TRANSFORMER, dropout=0.0), label_smoothing=smoothing)
     params, _ = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss_fn = jax.jit(task.loss_fn)
@@ -262,18 +254,6 @@ def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
         assert abs(float(loss) - float(total / count)) > 1e-4
 
 
-@pytest.mark.slow
-def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
-    task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
-    params, _ = model_of(task)
-    nothing = jax.tree.map(jnp.zeros_like, params)
-    (score,) = build_score(task)([(nothing, ())])
-    assert score["loss"] == pytest.approx(np.log(300), rel=1e-5)
-    batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
-    (loss, _), _ = jax.jit(task.loss_fn)(nothing, (), batch, jax.random.key(0))
-    assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
-
-
 def test_of_bytes_a_uniform_model_loses_eight_bits():
     task = tiny.config.task.build()
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
@@ -284,7 +264,7 @@ def test_of_bytes_a_uniform_model_loses_eight_bits():
 
 @pytest.mark.slow
 def test_a_held_out_score_is_the_mean_over_all_tokens():
-    task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
+    task = toy(model=changed(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
     nats, count, score_fn = 0.0, 0, jax.jit(task.score_fn)
     for batch in task.validation():
@@ -301,7 +281,7 @@ def test_a_held_out_score_is_the_mean_over_all_tokens():
 @pytest.mark.slow
 def test_a_model_learns_to_translate_what_it_has_seen():
     task = toy(
-        model=dataclasses.replace(TRANSFORMER, width=32, hidden=64, dropout=0.0),
+        model=changed(TRANSFORMER, width=32, hidden=64, dropout=0.0),
         label_smoothing=0.0,
         num_shapes=1,  # Compiled once.
     )
@@ -402,16 +382,11 @@ def test_a_translation_is_not_drawn():
         toy().generate({}, (), ["one"], Sampling(top_k=3))
 
 
-def test_a_translation_is_validated_on_the_validation_set():
-    batches = toy().validation()
-    assert sum(int((batch["source"][:, 0] > 0).sum()) for batch in batches) == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [
-        toy(model=dataclasses.replace(TRANSFORMER, dropout=0.5)),
+        toy(model=changed(TRANSFORMER, dropout=0.5)),
         StdlibTask(model=GPTConfig(context=8, width=16, dropout=0.5)).build(),
     ],
 )
@@ -432,14 +407,8 @@ def test_dropout_differs_by_step_and_spares_evaluations(task):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model": dataclasses.replace(TRANSFORMER, vocabulary=260)},
-            "the model's vocabulary is 260 and the corpus's",
-        ),
-        (
-            {"model": dataclasses.replace(TRANSFORMER, context=20)},
-            r"the model's context is 20, and a translation may have 16 \+ 8 tokens",
-        ),
+        ({"model": changed(TRANSFORMER, vocabulary=260)}, "the model's vocabulary is"),
+        ({"model": changed(TRANSFORMER, context=20)}, "the model's context is 20"),
     ],
 )
 def test_a_model_that_does_not_fit_the_corpus_is_refused(changes, message):
@@ -451,8 +420,7 @@ def test_a_corpus_of_another_vocabulary_is_refused():
     whole = corpus()
     known = len(whole.vocabulary)
     source = ragged([[5, known], *[[5, 6]] * (len(whole.train) - 1)])
-    train = dataclasses.replace(whole.train, source=source)
-    broken = dataclasses.replace(whole, train=train)
+    broken = changed(whole, train=dict(source=source))
     task = translation(lambda: broken, TranslationOptions(model=TRANSFORMER))
     message = (
         f"has a token {known}, and its vocabulary {known} tokens: prepare it again"
@@ -475,12 +443,6 @@ def test_text_tokens_out_of_range_are_refused(tmp_path):
     (out / "vocabulary.json").unlink()  # Else the model knows as many.
     task = TextTask(data=str(out), model=GPTConfig(vocabulary=100, context=8))
     with pytest.raises(ValueError, match="vocabulary of 100"):
-        task.build().steps(1, 1, 0, [0])
-
-
-def test_missing_data_names_the_command_that_prepares_it(tmp_path):
-    task = TextTask(data=str(tmp_path), model=GPTConfig(context=8))
-    with pytest.raises(FileNotFoundError, match=r"decentjax prepare text"):
         task.build().steps(1, 1, 0, [0])
 
 
@@ -509,17 +471,6 @@ def test_a_config_comes_back_from_its_json(task):
         optimizer=OptimizerConfig(clip_norm=None, decay="steps", decay_steps=(60, 80)),
     )
     assert from_fields(json.loads(to_json(config))) == config
-
-
-def test_a_config_of_another_task_or_version_is_refused():
-    fields = json.loads(to_json(tiny.config))
-    fields["task"]["kind"] = "Unheard"
-    with pytest.raises(ValueError, match=r"must be one of StdlibTask.*got Unheard"):
-        from_fields(fields)
-    fields = json.loads(to_json(tiny.config))
-    fields["optimizer"]["nesterov"] = 1
-    with pytest.raises(ValueError, match=r"another version.*nesterov"):
-        from_fields(fields)
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 10, 11, 40, 1000])
@@ -590,14 +541,6 @@ def test_muon_turns_a_matrix_and_lion_takes_signs():
     first = 1 + 0.9 * 0.1 / (1 - 0.9**2)
     np.testing.assert_allclose(steps["muon"]["bias"], -0.1 * first, rtol=1e-4)
     np.testing.assert_allclose(steps["lion"]["kernel"], -0.1 * np.sign(kernels))
-
-
-def test_numbers_to_translate_are_none_of_those_to_learn():
-    data = read_numbers(num_train=200, num_validation=20, num_test=20)
-    rows = {tuple(data.train.source[i].tolist()) for i in range(len(data.train))}
-    held_out = [data.test.source[i] for i in range(len(data.test))]
-    held_out += [data.validation.source[i] for i in range(len(data.validation))]
-    assert all(tuple(row.tolist()) not in rows for row in held_out)
 
 
 @pytest.mark.parametrize("name", ["adam", "accum_adam"])
