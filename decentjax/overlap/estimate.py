@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from decentjax.overlap.flops import NOTHING, Work
-from decentjax.overlap.step_schedule import Collective, Op, Schedule, links
+from decentjax.overlap.step_schedule import Collective, Op, StepSchedule, links
 
 # A device sends these over one link; the others use a ring for each link of a node.
 ONE_TO_ONE = ("all-to-all", "collective-permute", "ragged-all-to-all")
@@ -134,7 +134,7 @@ class Estimate:
 
 
 def estimate(
-    schedule: Schedule, accelerator: Accelerator, network: Network
+    schedule: StepSchedule, accelerator: Accelerator, network: Network
 ) -> Estimate:
     """Plays a schedule: work in its order, and messages in the order of their starts.
 

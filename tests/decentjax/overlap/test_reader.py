@@ -23,6 +23,7 @@ from decentjax import (
     topology,
 )
 from decentjax.overlap import Accelerator, Collective, Network
+from decentjax.overlap.flops import Work
 from tests import hlo
 from tests.checkout import ROOT
 from tests.gpus import compiled, gpu_mesh, shapes
@@ -514,7 +515,7 @@ def test_what_a_loop_asks_before_each_trip_is_sent_too():
 def test_operands_may_be_written_with_their_types_and_tiles():
     dot = f"dot(f32[8,4]{{1,0:T(8,128)}} %x, f32[4,4]{{1,0}} %w), {DOT}"
     schedule = overlap.read(program(f"ROOT %y = f32[8,4]{{1,0}} {dot}"))
-    assert schedule.work == overlap.Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
+    assert schedule.work == Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
 
 
 @pytest.mark.parametrize(
@@ -604,15 +605,15 @@ def test_a_matmul_in_a_fusion_of_a_fusion_counts():
 """
     line = "ROOT %y = f32[8,4]{1,0} fusion(%x, %w), kind=kOutput, calls=%outer"
     work = overlap.read(program(line, before=fused)).work
-    assert work == overlap.Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
+    assert work == Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
 
 
 def test_work_takes_the_longest_of_compute_memory_and_kernel():
     speeds = Accelerator({"f32": 10.0}, 5.0, least_seconds=3)
-    assert speeds.seconds(overlap.Work({"f32": 100.0}, 20)) == 10
-    assert speeds.seconds(overlap.Work({"f32": 100.0}, 60)) == 12
-    assert speeds.seconds(overlap.Work({"f32": 1.0}, 1)) == 3
-    assert speeds.seconds(overlap.Work({}, 0)) == 0
+    assert speeds.seconds(Work({"f32": 100.0}, 20)) == 10
+    assert speeds.seconds(Work({"f32": 100.0}, 60)) == 12
+    assert speeds.seconds(Work({"f32": 1.0}, 1)) == 3
+    assert speeds.seconds(Work({}, 0)) == 0
 
 
 def test_sends_are_named_as_not_read():
@@ -824,8 +825,8 @@ def test_after_a_conditional_the_network_is_free_on_average():
 @pytest.mark.parametrize("dtype", ["f8e4m3fn", "s8"])
 def test_unlisted_types_run_at_a_known_rate(dtype):
     speeds = Accelerator({"bf16": 10.0, "f64": 1.0}, 1e30, least_seconds=0)
-    assert speeds.seconds(overlap.Work({dtype: 100.0}, 0)) == 10
-    assert speeds.seconds(overlap.Work({"c64": 100.0}, 0)) == 100
+    assert speeds.seconds(Work({dtype: 100.0}, 0)) == 10
+    assert speeds.seconds(Work({"c64": 100.0}, 0)) == 100
 
 
 # Compiled for 4 nodes of 4 H100s.
@@ -840,7 +841,7 @@ def loss_fn(params, model_state, batch, key):
     return jnp.mean(x**2), (model_state, {})
 
 
-def read_step(plan, mesh, depth=6, t=0) -> overlap.Schedule:
+def read_step(plan, mesh, depth=6, t=0) -> overlap.StepSchedule:
     train_step = on_mesh(local_update(loss_fn, optax.adam(1e-3)), plan, mesh)
     state = jax.eval_shape(
         lambda: init_state(
