@@ -160,9 +160,7 @@ def groups(collective: Instruction, num_devices: int) -> tuple[tuple[int, ...], 
 
 
 def _instruction(
-    line: str,
-    known: Mapping[str, Instruction],
-    computations: Mapping[str, Computation],
+    line: str, known: Mapping[str, Instruction], computations: Mapping[str, Computation]
 ) -> Instruction:
     line = re.sub(r"/\*.*?\*/", "", line)
     # Operands may contain parentheses, of tuple types and tiles: they end at the first

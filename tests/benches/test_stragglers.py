@@ -79,8 +79,7 @@ def test_a_bench_of_stragglers_is_written_down_and_drawn(tmp_path):
 
 def test_each_worker_is_late_in_turn_at_random_or_always():
     np.testing.assert_array_equal(
-        TURN._replace(warmup=1, steps=3).delays(3),
-        0.5 * np.eye(3)[[0, 1, 2, 0]],
+        TURN._replace(warmup=1, steps=3).delays(3), 0.5 * np.eye(3)[[0, 1, 2, 0]]
     )
     always = TURN._replace(late=Late.ALWAYS).delays(3)
     np.testing.assert_array_equal(always, [[0.5, 0, 0]] * 8)

@@ -19,9 +19,7 @@ LATENCY = 2.0
 
 def cluster_of(num_workers, latency=0.0, rate=math.inf):
     return Cluster(
-        num_nodes=num_workers,
-        between_bytes_per_second=rate,
-        between_latency=latency,
+        num_nodes=num_workers, between_bytes_per_second=rate, between_latency=latency
     )
 
 
