@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decentjax import runtime
+from benches import goodput
 from train.figures.style import grid
 
 SMOOTHED_SECONDS = 20.0
@@ -65,8 +65,8 @@ def draw_goodput(found: Found) -> Figure:
     for axis, (name, pair) in zip(axes, found.items(), strict=False):
         for one, label in zip(pair, ("undisturbed", "with failures"), strict=True):
             axis.plot(one.times, smoothed(one), label=label)
-        goodput = pair[1].per_second / pair[0].per_second
-        axis.set_title(f"{name}: goodput {goodput:.0%}")
+        share = pair[1].per_second / pair[0].per_second
+        axis.set_title(f"{name}: goodput {share:.0%}")
         axis.set_xlabel("seconds")
         axis.set_ylabel("training loss")
         axis.legend()
@@ -75,9 +75,10 @@ def draw_goodput(found: Found) -> Figure:
 
 
 def _draw_simulated(axis: Axes) -> None:
-    for name, goodput in SIMULATED.items():
-        values = [goodput(_failures(per_hour)) for per_hour in FAILURES]
-        axis.plot(FAILURES, 100 * np.array(values), marker=".", label=name)
+    for name, simulate in SIMULATED.items():
+        axis.plot(
+            FAILURES, 100 * np.array([*map(simulate, FAILURES)]), marker=".", label=name
+        )
     axis.set_title(f"simulated, {WORKERS:,} workers")
     axis.set_xlabel("failures per hour and 128 workers")
     axis.set_ylabel("goodput in %")
@@ -86,24 +87,26 @@ def _draw_simulated(axis: Axes) -> None:
     axis.legend()
 
 
-def _failures(per_hour: float) -> runtime.WorkerFailures:
+def _failures(per_hour: float, num_seconds: float = 1e6) -> goodput.WorkerFailures:
     between = 3600 * 128 / per_hour
-    return runtime.WorkerFailures(seconds_between=between, seconds_back=BACK)
+    return goodput.WorkerFailures(
+        seconds_between=between, seconds_back=BACK, num_seconds=num_seconds
+    )
 
 
-SIMULATED: dict[str, Callable[[runtime.WorkerFailures], float]] = {
-    "restarts from checkpoints": lambda failures: runtime.goodput_of_restarts(
-        WORKERS, failures, save_every=SAVE_EVERY, save_seconds=SAVE
+ALIKE = [1.0] * WORKERS
+SIMULATED: dict[str, Callable[[float], float]] = {
+    "restarts from checkpoints": lambda per_hour: goodput.of_restarts(
+        ALIKE, _failures(per_hour), save_every=SAVE_EVERY, save_seconds=SAVE
     ),
-    "averages in every step": lambda failures: runtime.goodput_of_elastic(
-        WORKERS, failures, step_seconds=STEP
+    "averages in every step": lambda per_hour: goodput.of_elastic(
+        ALIKE, _failures(per_hour), step_seconds=STEP
     ),
-    "rounds with a quorum": lambda failures: runtime.goodput_of_quorum(
-        WORKERS,
-        failures,
+    "rounds with a quorum": lambda per_hour: goodput.of_quorum(
+        ALIKE,
+        _failures(per_hour, num_seconds=1e5),
         step_seconds=STEP,
         round_steps=ROUND,
         count=WORKERS // 2 + 1,
-        num_seconds=1e5,
     ),
 }

@@ -16,9 +16,9 @@ from typing import IO, Any
 
 import numpy as np
 
+from benches import goodput
 from benches.goodput_runs import GoodputRun, draw_goodput, time_to_loss
 from benches.results import check_at_least, check_pattern, write_results
-from decentjax import runtime
 from train.cli.tables import markdown
 from train.figures.style import to_svg
 from train.job.namespaces import INTERFACE, EmulatedCluster, Nodes, in_cluster
@@ -348,18 +348,23 @@ def simulate(
     count, back = bench.processes, killed.back
     if math.isnan(back):
         back = 1.0
-    failures = runtime.WorkerFailures(
-        seconds_between=count * bench.kill_every, seconds_back=back
+    failures = goodput.WorkerFailures(
+        seconds_between=count * bench.kill_every,
+        seconds_back=back,
+        num_seconds=1e5,
+        seed=bench.seed,
     )
     step = count / calm.per_second
     speeds = [1.0] * (count - 1) + [1 / bench.slow]
-    more = {"speeds": speeds, "num_seconds": 1e5, "seed": bench.seed}
     if name.startswith("all-reduce"):
         every = bench.save_every * step * bench.slow
-        return runtime.goodput_of_restarts(count, failures, save_every=every, **more)
+        return goodput.of_restarts(speeds, failures, save_every=every)
     if name.startswith("averages"):
-        return runtime.goodput_of_elastic(count, failures, step_seconds=step, **more)
-    rounds = {"step_seconds": step, "round_steps": bench.round_steps}
-    return runtime.goodput_of_quorum(
-        count, failures, count=count // 2 + 1, **rounds, **more
+        return goodput.of_elastic(speeds, failures, step_seconds=step)
+    return goodput.of_quorum(
+        speeds,
+        failures,
+        step_seconds=step,
+        round_steps=bench.round_steps,
+        count=count // 2 + 1,
     )

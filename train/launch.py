@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from symtable import symtable
 
-from decentjax.distributed.place import ASKED, Place, variables_of
+from decentjax.distributed.place import ASKED, JobPlace, variables_of
 from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
@@ -229,7 +229,7 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
 
     def start() -> list[Process]:
         address = f"127.0.0.1:{check_port(options.port)}"
-        places = [Place(address, count, i, i) for i in range(count)]
+        places = [JobPlace(address, count, i, i) for i in range(count)]
         return [
             Process(str(i), [sys.executable, *command], env | variables_of(place))
             for i, place in enumerate(places)

@@ -166,6 +166,9 @@ def predict(
     trace = runtime.trace(seconds)
     job = Job(model_bytes=load.model_bytes, compute=trace, forward_share=1.0)
     for method in METHODS[1:]:
+        if method.scheme == Scheme.NO_WAIT:
+            predicted[method] = predicted[COMPUTE]
+            continue
         times = _simulate(cluster, job, method, len(seconds), load.layers)
         whole = times.end[-1, workers] - times.start[turn.warmup, workers]
         predicted[method] = float(whole.mean()) / turn.steps
@@ -178,8 +181,6 @@ def _simulate(
     if method == ALL_REDUCE:
         return runtime.all_reduce(cluster, job, num_steps)
     graph = graph_of(method.graph, cluster.num_workers, 1)
-    if method.scheme == Scheme.NO_WAIT:
-        return runtime.peers(cluster, job, graph, num_steps)[0]
     # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
     return runtime.background(cluster, job, graph, num_steps, num_buckets=num_layers)
 

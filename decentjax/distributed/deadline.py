@@ -26,7 +26,7 @@ MOST_FRAMES, MOST_NAMED = 6, 3
 ADVICE = "; if that may take so long, set a longer step_deadline"
 
 
-class Report(NamedTuple):
+class PhaseReport(NamedTuple):
     """What a process says of itself.
 
     Args:
@@ -80,7 +80,7 @@ def limit_of(phase: str, deadline: float | None, median: float | None) -> float:
 
 
 def late_processes(
-    reports: Mapping[int, Report], silent: Collection[int] = ()
+    reports: Mapping[int, PhaseReport], silent: Collection[int] = ()
 ) -> list[int]:
     """Returns the processes for which all others wait, once their time is over.
 
@@ -104,7 +104,7 @@ def late_processes(
     return sorted(behind)
 
 
-def _place(report: Report) -> tuple[int, int]:
+def _place(report: PhaseReport) -> tuple[int, int]:
     """How far a process is."""
     if report.phase == ENDED:
         return report.turn, len(IN_STEP) + 1
@@ -113,7 +113,9 @@ def _place(report: Report) -> tuple[int, int]:
 
 
 def sentence(
-    late: Collection[int], reports: Mapping[int, Report], silent: Collection[int] = ()
+    late: Collection[int],
+    reports: Mapping[int, PhaseReport],
+    silent: Collection[int] = (),
 ) -> str:
     """Returns the line with which a job ends: who is late, and what to do."""
     is_long = any(i in reports and reports[i].phase != ENDED for i in late)
@@ -121,16 +123,18 @@ def sentence(
 
 
 def names(
-    late: Collection[int], reports: Mapping[int, Report], silent: Collection[int] = ()
+    late: Collection[int],
+    reports: Mapping[int, PhaseReport],
+    silent: Collection[int] = (),
 ) -> str:
     """Returns what processes do, since when, and where in their code."""
     few = list(late)[:MOST_NAMED]
-    said = [_said(i, reports.get(i, Report()), i in silent) for i in few]
+    said = [_said(i, reports.get(i, PhaseReport()), i in silent) for i in few]
     more = len(late) - len(few)
     return "; ".join(said) + (f"; and {more} more" if more else "")
 
 
-def _said(number: int, report: Report, is_silent: bool) -> str:
+def _said(number: int, report: PhaseReport, is_silent: bool) -> str:
     doing = f"{report.phase}, step {report.step}"
     if report.phase == BETWEEN:
         doing = f"between steps {report.step} and {report.step + 1}"

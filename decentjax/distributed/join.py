@@ -18,7 +18,7 @@ from jax.extend.backend import register_backend_factory
 
 from decentjax.distributed.deadline import LONG_TIMES
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
-from decentjax.distributed.place import Place
+from decentjax.distributed.place import JobPlace
 from decentjax.distributed.rendezvous import rendezvous
 from decentjax.distributed.watch import watch
 from decentjax.process.address import split_address, to_address
@@ -32,7 +32,7 @@ MONTH_SECONDS = 30 * DAY_SECONDS
 
 
 def join(
-    place: Place,
+    place: JobPlace,
     num_devices: int,
     step_deadline: float | None,
     start_seconds: int,

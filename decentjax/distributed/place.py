@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from decentjax.process.address import to_address
 
 
-class Place(NamedTuple):
+class JobPlace(NamedTuple):
     """The place of a process in its job.
 
     Args:
@@ -28,10 +28,10 @@ class Variables(NamedTuple):
     """The environment variables in which a launcher gives the place of a process.
 
     Args:
-      num_processes: name of the variable of `Place.num_processes`.
-      process_id: that of `Place.process_id`.
-      local_id: that of `Place.local_id`.
-      address: those of the parts of `Place.address`.
+      num_processes: name of the variable of `JobPlace.num_processes`.
+      process_id: that of `JobPlace.process_id`.
+      local_id: that of `JobPlace.local_id`.
+      address: those of the parts of `JobPlace.address`.
     """
 
     num_processes: str
@@ -58,7 +58,7 @@ OPEN_MPI = Variables(
 )
 
 
-def variables_of(place: Place) -> dict[str, str]:
+def variables_of(place: JobPlace) -> dict[str, str]:
     """Returns the variables in which `decentjax launch` gives a place."""
     return {
         OURS.num_processes: str(place.num_processes),
@@ -68,7 +68,7 @@ def variables_of(place: Place) -> dict[str, str]:
     }
 
 
-def find_place(seconds: int) -> Place:
+def find_place(seconds: int) -> JobPlace:
     """Returns the place of this process; without a job, in a job of one process.
 
     `decentjax launch` and torchrun may run inside a job of Slurm or Open MPI, and then
@@ -89,7 +89,7 @@ def find_place(seconds: int) -> Place:
     if TORCHRUN.process_id not in os.environ:
         if found is None and OPEN_MPI.process_id in os.environ:
             return _read(OPEN_MPI)
-        return found or Place("", 1, 0, 0)
+        return found or JobPlace("", 1, 0, 0)
     own = _read(TORCHRUN)
     if found is None or "TORCHELASTIC_RUN_ID" in os.environ:
         return own
@@ -103,7 +103,7 @@ def find_place(seconds: int) -> Place:
     return found  # PyTorch itself may listen at the other address.
 
 
-def _read(names: Variables) -> Place:
+def _read(names: Variables) -> JobPlace:
     """The place given by the variables of a launcher."""
     wanted = (names.num_processes, names.process_id, *names.address)
     if missing := [name for name in wanted if not os.environ.get(name)]:
@@ -118,7 +118,7 @@ def _read(names: Variables) -> Place:
             f"{names.process_id} must be from 0 to {count - 1}, as "
             f"{names.num_processes} is {count}; got {own}"
         )
-    return Place(_address(names), count, own, local)
+    return JobPlace(_address(names), count, own, local)
 
 
 def _number(name: str, least: int) -> int:
@@ -138,7 +138,7 @@ def _address(names: Variables) -> str:
     return to_address(host[0], end) if host else end
 
 
-def _found_by_jax(seconds: int) -> Place | None:
+def _found_by_jax(seconds: int) -> JobPlace | None:
     """The place given by Slurm, Open MPI 4 or a TPU cluster, if any."""
     from jax._src.clusters import ClusterEnv
 
@@ -153,4 +153,4 @@ def _found_by_jax(seconds: int) -> Place | None:
     if None in found:
         return None
     host, count, own = found
-    return Place(host, count, own, local[0] if local else None)
+    return JobPlace(host, count, own, local[0] if local else None)

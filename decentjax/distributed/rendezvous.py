@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.distributed.place import Place
+from decentjax.distributed.place import JobPlace
 from decentjax.process.address import (
     is_loopback,
     listening_at,
@@ -65,7 +65,9 @@ class Meeting(NamedTuple):
 
 
 @contextlib.contextmanager
-def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[Meeting]:
+def rendezvous(
+    place: JobPlace, run_dir: Path | None, seconds: float
+) -> Iterator[Meeting]:
     """Waits for all processes, and yields where this one listens.
 
     No other job can claim the port before the context exits.
@@ -118,7 +120,7 @@ def _claim(address: str) -> socket.socket:
 
 
 def _host(
-    server: socket.socket, place: Place, token: str | None, wait: Wait
+    server: socket.socket, place: JobPlace, token: str | None, wait: Wait
 ) -> list[str]:
     """Process 0: greets and checks all connections, and waits for its whole job.
 
@@ -164,7 +166,7 @@ def _host(
 
 
 def _admitted(
-    guest: Any, place: Place, came: dict[int, socket.socket], refused: list[str]
+    guest: Any, place: JobPlace, came: dict[int, socket.socket], refused: list[str]
 ) -> int | None:
     """The index of a process that belongs to this job; others are refused."""
     match _receive(guest):
@@ -188,7 +190,7 @@ def _admitted(
     return None
 
 
-def _join(place: Place, run_dir: Path | None, wait: Wait) -> str:
+def _join(place: JobPlace, run_dir: Path | None, wait: Wait) -> str:
     """Other processes: prove to process 0 that they belong to its job, and wait.
 
     Returns:
@@ -247,7 +249,7 @@ def _connected(address: str, wait: Wait) -> socket.socket:
 
 
 def _missing(
-    place: Place,
+    place: JobPlace,
     server: socket.socket,
     came: dict[int, socket.socket],
     refused: list[str],

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import jax
 from decentjax.distributed.deadline import (
     ENDED,
     LATE,
-    Report,
+    PhaseReport,
     code_of_main,
     late_processes,
     limit_of,
@@ -38,9 +39,6 @@ FOLDER = "decentjax/watch"
 _watches: list["StepWatch"] = []
 
 
-Letter = tuple[Report, bool, str]
-
-
 class Post(threading.Thread):
     """A thread that exchanges reports through the coordinator, which may never answer.
 
@@ -53,19 +51,19 @@ class Post(threading.Thread):
       count: number of processes.
       reports: newest reports of all processes that have one, by number.
       verdict: the sentence with which the job ends; empty while there is none.
-      answers: how often the coordinator has answered.
+      unanswered: number of reports sent since the coordinator has answered.
     """
 
     def __init__(self, client: Any, number: int, count: int):
         super().__init__(name="decentjax.watch.post", daemon=True)
-        self.count, self.reports = count, dict[int, Report]()
-        self.verdict, self.answers = "", 0
+        self.count, self.reports = count, dict[int, PhaseReport]()
+        self.verdict, self.unanswered = "", 0
         self._client, self._number = client, number
         self._same = dict.fromkeys(range(count), 0)
-        self._wants, self._letters = threading.Condition(), list[Letter]()
+        self._letters = queue.SimpleQueue[tuple[PhaseReport, bool, str]]()
         self.start()
 
-    def send(self, report: Report, asks: bool, verdict: str = "") -> None:
+    def send(self, report: PhaseReport, asks: bool, verdict: str = "") -> None:
         """Sends a report, in place of one that waits to be sent.
 
         Args:
@@ -73,9 +71,8 @@ class Post(threading.Thread):
           asks: whether to read the reports of all.
           verdict: sentence with which the job ends, if there is no earlier one.
         """
-        with self._wants:
-            self._letters = [(report, asks, verdict)]
-            self._wants.notify()
+        self.unanswered += 1
+        self._letters.put((report, asks, verdict))
 
     def silent(self, ticks: int) -> set[int]:
         """Returns the other processes that have sent nothing new for so long."""
@@ -88,15 +85,15 @@ class Post(threading.Thread):
     def run(self) -> None:
         phase = ""
         while phase != ENDED:
-            with self._wants:
-                self._wants.wait_for(lambda: self._letters)
-                report, asks, verdict = self._letters.pop()
+            report, asks, verdict = self._letters.get()
             phase = report.phase
+            if not self._letters.empty():
+                continue  # For a newer one.
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # It is gone.
                 self._exchange(report, asks, verdict)
-                self.answers += 1
+                self.unanswered = 0
 
-    def _exchange(self, report: Report, asks: bool, verdict: str) -> None:
+    def _exchange(self, report: PhaseReport, asks: bool, verdict: str) -> None:
         client, folder = self._client, f"{FOLDER}/reports/"
         own = json.dumps(report)
         client.key_value_set(f"{folder}{self._number}", own, allow_overwrite=True)
@@ -109,7 +106,7 @@ class Post(threading.Thread):
             return
         before = self.reports
         self.reports = {
-            int(key.rpartition("/")[2]): Report(*json.loads(text))
+            int(key.rpartition("/")[2]): PhaseReport(*json.loads(text))
             for key, text in client.key_value_dir_get(folder)
         }
         for i, ticks in self._same.items():
@@ -150,7 +147,6 @@ class StepWatch:
         self._deadline, self._post, self._number = deadline, post, number
         self._tick, self._is_over, self._end = tick, is_over, end
         self._beat, self._named = 0, list[Any]()
-        self._answers = self._unanswered = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="decentjax.watch", daemon=True
@@ -167,7 +163,7 @@ class StepWatch:
         self._thread.join(SILENT_TICKS * self._tick)
         if self._post is not None:
             _, step, _, turn = phases.now()
-            last = Report(self._beat + 1, ENDED, step, turn, 0.0, 0.0)
+            last = PhaseReport(self._beat + 1, ENDED, step, turn, 0.0, 0.0)
             self._post.send(last, asks=False)
             # Python's exit would crash a thread that is in a call.
             self._post.join(SILENT_TICKS * self._tick)
@@ -188,23 +184,22 @@ class StepWatch:
             elif late := late_processes({self._number: own}):
                 self._end(sentence(late, {self._number: own}), LATE, self._number)
 
-    def _report(self, current: phases.Now, seconds: float) -> Report:
+    def _report(self, current: phases.Now, seconds: float) -> PhaseReport:
         self._beat += 1
         limit = limit_of(current.phase, self._deadline, phases.median_seconds())
         at, is_own = code_of_main() if seconds > self._tick else ("", False)
         phase, step, _, turn = current
         seconds = round(seconds, 1)
-        return Report(self._beat, phase, step, turn, seconds, limit, at, is_own)
+        return PhaseReport(self._beat, phase, step, turn, seconds, limit, at, is_own)
 
-    def _look(self, own: Report, post: Post) -> None:
+    def _look(self, own: PhaseReport, post: Post) -> None:
         """Exchanges reports, and ends the process if there is a verdict."""
-        self._unanswered = 0 if post.answers > self._answers else self._unanswered + 1
-        self._answers = post.answers
+        is_unanswered = post.unanswered >= self._silent_ticks(own)
         reports = {**post.reports, self._number: own}
         is_late = own.seconds >= own.limit
         verdict = self._verdict(reports, post) if is_late else ""
         post.send(own, self._is_near(own) or self._number == 0, verdict)
-        if post.verdict or (verdict and self._is_unanswered(own)):
+        if post.verdict or (verdict and is_unanswered):
             with ENDING:
                 # All read the same verdict before the first end breaks connections.
                 self._closing.wait(3 * self._tick)
@@ -212,30 +207,25 @@ class StepWatch:
         if self._number == 0 and own.step >= 0 and not is_late:
             self._name_late(reports)
 
-    def _is_near(self, own: Report) -> bool:
+    def _is_near(self, own: PhaseReport) -> bool:
         """Whether its time is over before the others' silence could be counted."""
         return own.limit - own.seconds < (self._silent_ticks(own) + 2) * self._tick
 
-    def _silent_ticks(self, own: Report) -> int:
+    def _silent_ticks(self, own: PhaseReport) -> int:
         seconds = min(SILENT_SHARE * own.limit, SILENT_SECONDS)
         return max(SILENT_TICKS, math.ceil(seconds / self._tick))
 
-    def _is_unanswered(self, own: Report) -> bool:
-        return self._unanswered >= self._silent_ticks(own)
-
-    def _verdict(self, reports: dict[int, Report], post: Post) -> str:
+    def _verdict(self, reports: dict[int, PhaseReport], post: Post) -> str:
         """The verdict where the time of this process is over; empty while it waits."""
+        ticks = self._silent_ticks(reports[self._number])
         # Process 0 has the coordinator.
-        own = reports[self._number]
-        silent = post.silent(self._silent_ticks(own))
-        if self._is_unanswered(own):
-            silent = {0}
+        silent = {0} if post.unanswered >= ticks else post.silent(ticks)
         if not silent and len(reports) < post.count:
             return ""
         late = late_processes(reports, silent)
         return sentence(late, reports, silent) if late else ""
 
-    def _name_late(self, reports: dict[int, Report]) -> None:
+    def _name_late(self, reports: dict[int, PhaseReport]) -> None:
         """Names, early, a process for which others wait."""
         early = {i: x._replace(limit=NAMED_AT * x.limit) for i, x in reports.items()}
         late = late_processes(early)

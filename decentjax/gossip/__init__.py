@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from decentjax._core.patience import AutoPatience
 from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background
 from decentjax.gossip.batches_read import Read
@@ -11,6 +10,7 @@ from decentjax.gossip.group_port import averages
 from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
+from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peers import Admitted, Peers
 from decentjax.gossip.port import Port, Record
 from decentjax.gossip.quorum import Guard, Quorum, count_examples

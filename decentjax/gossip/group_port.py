@@ -8,11 +8,11 @@ import numpy as np
 
 from decentjax._core.collectives import is_mixed
 from decentjax._core.fingerprint import first_model
-from decentjax._core.patience import AutoPatience
 from decentjax.compression import Leaves
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import GroupMeans, sum_pieces
 from decentjax.gossip.merging import MergeRecord, Taken
+from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PartyPort
 from decentjax.gossip.port import Arrival
 from decentjax.links import Links, PeerProcess

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import is_mixed
 from decentjax._core.fingerprint import first_model
-from decentjax._core.patience import AutoPatience, Waits
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Permutations, Topology, check_topology
 from decentjax.gossip.batches_read import Ledger, Read, shard_of
@@ -30,6 +29,7 @@ from decentjax.gossip.merging import (
     neighbors,
     senders,
 )
+from decentjax.gossip.patience import AutoPatience, Waits
 from decentjax.gossip.port import Port
 from decentjax.gossip.thread_port import check_encodes
 from decentjax.links import Links, Message, PeerProcess, check_party

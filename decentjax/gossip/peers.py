@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decentjax._core.patience import AutoPatience
 from decentjax.exchange import Topology
 from decentjax.gossip.batches_read import Read
 from decentjax.gossip.group_port import GroupPort
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import WAYS, MergeRecord
+from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.port import Record
 from decentjax.gossip.quorum import Quorum

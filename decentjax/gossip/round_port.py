@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from decentjax._core.patience import AutoPatience
 from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.batches_read import Read
@@ -23,6 +22,7 @@ from decentjax.gossip.merging import (
     senders,
     sends_changes,
 )
+from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
 from decentjax.links import PeerProcess

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from decentjax.overlap.flops import NOTHING, Work
-from decentjax.overlap.step_schedule import Collective, Op, Schedule, links
+from decentjax.overlap.step_schedule import Collective, Op, StepSchedule, links
 
 # A device sends these over one link; the others use a ring for each link of a node.
 ONE_TO_ONE = ("all-to-all", "collective-permute", "ragged-all-to-all")
@@ -134,7 +134,7 @@ class Estimate:
 
 
 def estimate(
-    schedule: Schedule, accelerator: Accelerator, network: Network
+    schedule: StepSchedule, accelerator: Accelerator, network: Network
 ) -> Estimate:
     """Plays a schedule: work in its order, and messages in the order of their starts.
 
@@ -166,10 +166,11 @@ def estimate(
         )
     seconds = [network.seconds(c) for c in schedule.collectives]
     player = _Player(accelerator, seconds)
-    compute, end = player.play(schedule.ops, 0.0)
+    end = player.play(schedule.ops, 0.0)
     communication = sum(
         c.calls * s for c, s in zip(schedule.collectives, seconds, strict=True)
     )
+    compute = sum(map(player.seconds_of, schedule.ops))
     return Estimate(compute, communication, end, tuple(player.spans))
 
 
@@ -183,9 +184,8 @@ class _Player:
         self._ends: dict[int, float] = {}
         self.spans: list[Span] = []
 
-    def play(self, ops: tuple[Op, ...], now: float) -> tuple[float, float]:
-        """Returns the seconds of work alone, and the time at the end of the ops."""
-        compute = 0.0
+    def play(self, ops: tuple[Op, ...], now: float) -> float:
+        """Returns the time at the end of the ops."""
         for op in ops:
             # A start costs the device no time. A blocking collective starts and ends in
             # the same op.
@@ -196,49 +196,44 @@ class _Player:
                 self.spans.append(Span(op.name, True, start, self._network))
             if op.ends is not None:
                 now = max(now, self._ends[op.ends])
-            seconds, end = self._run(op, now)
-            if seconds:
+            end = self._end_of(op, now)
+            if self.seconds_of(op):
                 self.spans.append(Span(op.name, False, now, end))
-            compute, now = compute + seconds, end
-        return compute, now
+            now = end
+        return now
 
-    def _run(self, op: Op, now: float) -> tuple[float, float]:
+    def seconds_of(self, op: Op) -> float:
+        """Returns the seconds of work alone."""
         if not op.bodies:
-            seconds = self._accelerator.seconds(op.work)
-            return seconds, now + seconds
-        num_spans = len(self.spans)
-        run = self._branch if op.repeats < 1 else self._loop
-        result = run(op, now)
-        # Keep the messages inside; the caller adds the work as one span.
-        inside = self.spans[num_spans:]
-        self.spans[num_spans:] = [span for span in inside if span.is_message]
-        return result
+            return self._accelerator.seconds(op.work)
+        return op.repeats * sum(self.seconds_of(x) for body in op.bodies for x in body)
 
-    def _loop(self, op: Op, now: float) -> tuple[float, float]:
-        """Plays two trips: the first may wait for earlier messages, others do not.
+    def _end_of(self, op: Op, now: float) -> float:
+        if not op.bodies:
+            return now + self.seconds_of(op)
+        spans, self.spans = self.spans, []
+        if op.repeats < 1:
+            end = now + self._mean_of_branches(op, now)
+        else:
+            end = self.play(op.bodies[0], now)
+        # The messages inside, of one trip; the caller adds the work as one span.
+        spans += [span for span in self.spans if span.is_message]
+        if op.repeats > 1:
+            # The first trip may wait for earlier messages, others do not: with trips of
+            # 7 s and 5 s, six trips end after 7 + 5 x 5 = 32 s.
+            end += (op.repeats - 1) * (self.play(op.bodies[0], end) - end)
+        self.spans = spans
+        return end
 
-        With trips of 7 s and 5 s, six trips end after 7 + 5 x 5 = 32 s.
-        """
-        (body,) = op.bodies
-        seconds, first = self.play(body, now)
-        if op.repeats == 1:
-            return seconds, first
-        num_spans = len(self.spans)
-        _, second = self.play(body, first)
-        del self.spans[num_spans:]
-        return op.repeats * seconds, first + (op.repeats - 1) * (second - first)
-
-    def _branch(self, op: Op, now: float) -> tuple[float, float]:
-        """Returns the mean over the branches, each with its own messages."""
-        network, compute, end = self._network, 0.0, now
+    def _mean_of_branches(self, op: Op, now: float) -> float:
+        """Returns the mean seconds of the branches, each with its own messages."""
+        network, seconds = self._network, 0.0
         for body in op.bodies:
-            seconds, last = self.play(body, now)
+            seconds += op.repeats * (self.play(body, now) - now)
             # The other branches do not find the messages of this one on the network.
             # What it leaves there after its end is neglected.
             self._network = network
-            compute += op.repeats * seconds
-            end += op.repeats * (last - now)
-        return compute, end
+        return seconds
 
 
 def _num_messages(collective: Collective) -> int:

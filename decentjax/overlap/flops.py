@@ -8,11 +8,12 @@ unavailable for programs compiled for a GPU that is not present.
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
 from decentjax.overlap import hlo
-from decentjax.overlap.hlo import Array, Computation, Instruction, Module
+from decentjax.overlap.hlo import ArrayType, Instruction
 
 # They move no data, or data that counts for another instruction.
 FREE = hlo.FORWARDING | {
@@ -53,68 +54,61 @@ class Work:
 NOTHING = Work({}, 0)
 
 
-def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+def work_of(instruction: Instruction) -> Work:
     """Returns the work of one instruction; that of a loop is in its body."""
+    operands = instruction.operands
     if instruction.opcode in FREE:
         return NOTHING
     if instruction.kind == "fusion":
-        return _work_of_fusion(module, instruction)
-    operands = computation.operands(instruction)
-    flops = _flops(instruction, operands)
+        return _work_of_fusion(instruction)
+    flops = _flops(instruction)
     # A slice is read and written, whatever the size of the array around it.
     if instruction.opcode in SLICING:
         return Work(flops, 2 * instruction.num_bytes)
     if instruction.opcode == "dynamic-update-slice":
         return Work(flops, 2 * operands[1].num_bytes)
-    read = sum(operand.num_bytes for operand in operands)
     made = instruction.arrays
     if "__cu" in instruction.attributes and len(made) > 1:
         made = made[:-1]  # The last array is the library's scratch memory.
-    return Work(flops, read + sum(array.num_bytes for array in made))
+    return Work(flops, sum(array.num_bytes for array in (*operands, *made)))
 
 
-def _work_of_fusion(module: Module, fusion: Instruction) -> Work:
+def _work_of_fusion(fusion: Instruction) -> Work:
     """Returns the matmuls inside, and the bytes of operands or of their slices."""
-    (body,) = module.called(fusion)
-    inside = body.instructions.values()
-    users: dict[str, list[Instruction]] = {name: [] for name in body.instructions}
-    for instruction in inside:
-        for name in instruction.operands:
-            users[name].append(instruction)
+    (body,) = fusion.called
     # Values between the instructions of a fusion stay in registers: only the FLOPs of
     # these count, and the bytes of what the fusion reads and writes.
-    flops = sum((work_of(module, body, each) for each in inside), NOTHING).flops
-    read = sum(_read(each, users) for each in inside if each.opcode == "parameter")
-    return Work(flops, _written(body, body.root) + read)
+    flops = sum(map(work_of, body), NOTHING).flops
+    read = sum(_read(each, body) for each in body if each.opcode == "parameter")
+    return Work(flops, _written(body[-1]) + read)
 
 
-def _read(array: Instruction, users: dict[str, list[Instruction]]) -> float:
-    """Returns the bytes that the users read: those of slices, or the whole array."""
+def _read(array: Instruction, body: Sequence[Instruction]) -> float:
+    """Returns the bytes that its users read: those of slices, or the whole array."""
     slices = 0.0
-    for user in users[array.name]:
-        is_first = user.operands[0] == array.name
+    for user in (each for each in body if array in each.operands):
+        is_first = user.operands[0] is array
         if is_first and user.opcode in SLICING:
             slices += user.num_bytes
         elif user.opcode == "bitcast":
-            slices += _read(user, users)
+            slices += _read(user, body)
         elif not (is_first and user.opcode == "dynamic-update-slice"):
             return array.num_bytes
     return min(slices, array.num_bytes)
 
 
-def _written(body: Computation, root: Instruction) -> float:
+def _written(root: Instruction) -> float:
     """Returns the bytes that a fusion writes: an update in place only its slice."""
-    if root.opcode == "tuple":
-        return sum(_written(body, made) for made in body.operands(root))
-    if root.opcode == "bitcast":
-        return _written(body, body.operands(root)[0])
+    if root.opcode in ("tuple", "bitcast"):
+        return sum(map(_written, root.operands))
     if root.opcode == "dynamic-update-slice":
-        return body.operands(root)[1].num_bytes
+        return root.operands[1].num_bytes
     return root.num_bytes
 
 
-def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, float]:
+def _flops(instruction: Instruction) -> dict[str, float]:
     """Returns `2 x outputs x inputs per output` of a matmul or a convolution."""
+    operands = instruction.operands
     target = instruction.find(r'custom_call_target="([^"]*)"')
     if instruction.opcode == "dot" or target.startswith("__cublas"):
         # HLO writes lhs_contracting_dims={1}, the configuration of cuBLAS
@@ -136,7 +130,7 @@ def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, f
 
 
 def _convolution_flops(
-    instruction: Instruction, image: Array, kernel: Array, output: Array
+    instruction: Instruction, image: ArrayType, kernel: ArrayType, output: ArrayType
 ) -> dict[str, float]:
     """Counts no FLOPs for positions of the window in padding or dilation."""
     # Such as b01f_01io->b01f: b is the batch, f the features, i and o those of the

@@ -3,8 +3,10 @@
 XLA's own parser has no public Python API; the text is complete on every backend.
 """
 
+import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ BITS = {
 }
 
 
-class Array(NamedTuple):
+class ArrayType(NamedTuple):
     """Element type and dims of an array."""
 
     dtype: str
@@ -39,23 +41,24 @@ class Array(NamedTuple):
         return math.prod(self.dims) * BITS.get(self.dtype, 8) / 8
 
 
-class Instruction(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
     """One line of a computation.
 
     Args:
       name: name, unique in the program.
       opcode: opcode, such as "fusion" or "collective-permute-start".
       arrays: arrays of the result; those of nested tuples in order.
-      operands: names of instructions of the same computation.
-      called: names of the computations that it runs.
+      operands: instructions of the same computation.
+      called: computations that it runs.
       attributes: rest of the line.
     """
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]
-    operands: tuple[str, ...]
-    called: tuple[str, ...]
+    arrays: tuple[ArrayType, ...]
+    operands: tuple["Instruction", ...]
+    called: tuple["Computation", ...]
     attributes: str
 
     @property
@@ -73,17 +76,8 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
 
-class Computation(NamedTuple):
-    """Instructions by name, in the order of the schedule; the last is the root."""
-
-    instructions: dict[str, Instruction]
-
-    @property
-    def root(self) -> Instruction:
-        return next(reversed(self.instructions.values()))
-
-    def operands(self, instruction: Instruction) -> list[Instruction]:
-        return [self.instructions[name] for name in instruction.operands]
+Computation = list[Instruction]
+"""Instructions in the order of the schedule; the last is the root."""
 
 
 class Module(NamedTuple):
@@ -91,16 +85,13 @@ class Module(NamedTuple):
 
     Args:
       entry: computation that the program starts with.
-      computations: all computations by name.
+      computations: all computations.
       num_devices: number of devices that run it.
     """
 
     entry: Computation
-    computations: dict[str, Computation]
+    computations: list[Computation]
     num_devices: int
-
-    def called(self, instruction: Instruction) -> list[Computation]:
-        return [self.computations[name] for name in instruction.called]
 
 
 def parse(text: str) -> Module:
@@ -117,20 +108,25 @@ def parse(text: str) -> Module:
             "wanted the text of a compiled program, as jit(f).lower(...).compile()"
             f".as_text() returns it, got {head[:60]!r}"
         )
+    # What is called, and what is an operand, is printed before its users.
     computations: dict[str, Computation] = {}
-    entry, current = "", None
+    known: dict[str, Instruction] = {}
+    entry = current = None
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            current = computations[header[2]] = Computation({})
-            entry = header[2] if header[1] else entry
+            current, known = [], {}
+            computations[header[2]] = current
+            entry = current if header[1] else entry
         elif line.startswith("}"):
             current = None
         elif current is not None:
-            instruction = _instruction(line)
-            current.instructions[instruction.name] = instruction
+            instruction = _instruction(line, known, computations)
+            known[instruction.name] = instruction
+            current.append(instruction)
     # A mesh is partitions, `pmap` is replicas; what is 1 is not written.
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
-    return Module(computations[entry], computations, math.prod(map(int, counts)))
+    devices = math.prod(map(int, counts))
+    return Module(entry or [], list(computations.values()), devices)
 
 
 def groups(collective: Instruction, num_devices: int) -> tuple[tuple[int, ...], ...]:
@@ -163,7 +159,9 @@ def groups(collective: Instruction, num_devices: int) -> tuple[tuple[int, ...], 
     return tuple(map(tuple, devices.tolist()))
 
 
-def _instruction(line: str) -> Instruction:
+def _instruction(
+    line: str, known: Mapping[str, Instruction], computations: Mapping[str, Computation]
+) -> Instruction:
     line = re.sub(r"/\*.*?\*/", "", line)
     # Operands may contain parentheses, of tuple types and tiles: they end at the first
     # one that the end of the line follows, or an attribute.
@@ -188,12 +186,20 @@ def _instruction(line: str) -> Instruction:
         name,
         opcode,
         tuple(
-            Array(dtype, _numbers(dims))
+            ArrayType(dtype, _numbers(dims))
             for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,<=?]*)\]", arrays)
         ),
         # The text of a constant is a value, not names.
-        () if opcode == "constant" else tuple(re.findall(r"%([\w.\-]+)", operands)),
-        tuple(re.findall(r"[\w.\-]+", " ".join(listed))),
+        tuple(
+            known[name]
+            for name in re.findall(r"%([\w.\-]+)", operands)
+            if opcode != "constant"
+        ),
+        tuple(
+            computations[name]
+            for name in re.findall(r"[\w.\-]+", " ".join(listed))
+            if name in computations
+        ),
         attributes,
     )
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from decentjax.overlap import hlo
 from decentjax.overlap.flops import NOTHING, work_of
-from decentjax.overlap.hlo import Array, Computation, Instruction, Module
-from decentjax.overlap.step_schedule import Collective, Op, Schedule
+from decentjax.overlap.hlo import ArrayType, Computation, Instruction
+from decentjax.overlap.step_schedule import Collective, Op, StepSchedule
 
 KINDS = (
     "all-gather",
@@ -28,7 +28,7 @@ KINDS = (
     "reduce-scatter",
 )
 
-CONTEXT = Array("u32", ())  # Context that the result of a start may include.
+CONTEXT = ArrayType("u32", ())  # Context that the result of a start may include.
 
 NESTING = ("async", "call", "conditional", "while")
 
@@ -38,7 +38,7 @@ PASSING = hlo.FORWARDING | {"async-update", "copy", "reshape"}
 
 def read(
     compiled: jax.stages.Compiled | str, axes: Mapping[str, int] | None = None
-) -> Schedule:
+) -> StepSchedule:
     """Reads the schedule of a compiled step.
 
     Args:
@@ -73,11 +73,11 @@ def read(
             f"the program runs on {module.num_devices} devices, the axes {axes} have "
             f"{math.prod(axes.values())}"
         )
-    walk = _Walk(module, axes)
+    walk = _Walk(module.num_devices, axes)
     place = _Place(1, False, False)
-    ops = walk.ops(module.entry, place) + walk.ops_of_the_rest(place)
+    ops = walk.ops(module.entry, place) + walk.ops_of_the_rest(module, place)
     unpaired = [walk.collectives[number].name for number in sorted(walk.unpaired)]
-    return Schedule(
+    return StepSchedule(
         ops,
         tuple(walk.collectives),
         module.num_devices,
@@ -101,9 +101,8 @@ class _Walk:
     lost: neither one that ends in another computation nor one without an end.
     """
 
-    def __init__(self, module: Module, axes: dict[str, int]):
-        self._module = module
-        self._axes = axes
+    def __init__(self, num_devices: int, axes: dict[str, int]):
+        self._num_devices, self._axes = num_devices, axes
         self.collectives: list[Collective] = []
         self.uncounted: list[str] = []
         # Indices in `collectives`; names would be ambiguous, as a computation that two
@@ -115,14 +114,13 @@ class _Walk:
         # Indices in ops of the collectives that each start started: an async-start may
         # run a computation with several.
         started: dict[str, list[int]] = {}
-        for instruction in computation.instructions.values():
+        for instruction in computation:
             name, opcode = instruction.name, instruction.opcode
-            if places := self._block(computation, instruction, ops, place):
+            if places := self._block(instruction, ops, place):
                 if _is_asynchronous(instruction):
                     started[name] = places
             elif opcode.endswith("-done"):
-                start = _start_of(computation, instruction, started)
-                for at in started.pop(start, ()):
+                for at in started.pop(_start_of(instruction, started), ()):
                     self._end(at, name, ops)
             elif instruction.kind in NESTING:
                 ops.append(self._nested(instruction, place))
@@ -130,12 +128,11 @@ class _Walk:
                 if opcode in ("send", "recv"):
                     self.uncounted.append(name)
                 self._block_inside(instruction, ops, place)
-                work = work_of(self._module, computation, instruction)
-                if work != NOTHING:
+                if (work := work_of(instruction)) != NOTHING:
                     ops.append(Op(name, work))
         return tuple(ops)
 
-    def ops_of_the_rest(self, place: _Place) -> tuple[Op, ...]:
+    def ops_of_the_rest(self, module: hlo.Module, place: _Place) -> tuple[Op, ...]:
         """Returns ops for the collectives that no walk from the entry has reached.
 
         An unknown opcode may run them: they count as sent and not covered.
@@ -143,10 +140,9 @@ class _Walk:
         ops: list[Op] = []
         seen = {collective.name for collective in self.collectives}
         first = len(self.collectives)
-        for computation in self._module.computations.values():
-            for instruction in computation.instructions.values():
-                if instruction.kind in KINDS and instruction.name not in seen:
-                    self._block(computation, instruction, ops, place)
+        for instruction in itertools.chain(*module.computations):
+            if instruction.kind in KINDS and instruction.name not in seen:
+                self._block(instruction, ops, place)
         self.unpaired.update(range(first, len(self.collectives)))
         return tuple(ops)
 
@@ -154,17 +150,15 @@ class _Walk:
         self, instruction: Instruction, ops: list[Op], place: _Place
     ) -> None:
         """Adds the collectives inside a fusion, or an unknown opcode, as blocking."""
-        for body in self._module.called(instruction):
-            for inner in body.instructions.values():
-                if not self._block(body, inner, ops, place):
-                    self._block_inside(inner, ops, place)
+        for inner in itertools.chain(*instruction.called):
+            if not self._block(inner, ops, place):
+                self._block_inside(inner, ops, place)
 
     def _nested(self, instruction: Instruction, place: _Place) -> Op:
-        bodies = self._module.called(instruction)
         repeats = 1.0
         if instruction.opcode == "conditional":
             # Which branch runs is unknown: each counts as often as the others.
-            repeats = 1 / len(bodies)
+            repeats = 1 / len(instruction.called)
             place = place._replace(in_conditional=True)
         if instruction.opcode == "while":
             trips = instruction.find(r'known_trip_count":\{"n":"(\d+)"')
@@ -173,18 +167,14 @@ class _Walk:
             repeats = int(trips or 1)
             place = place._replace(in_loop=True)
         place = place._replace(calls=place.calls * repeats)
-        inside = tuple(self.ops(body, place) for body in bodies)
+        inside = tuple(self.ops(body, place) for body in instruction.called)
         if instruction.opcode == "while":  # Body and condition run in turn: one body.
             inside = (tuple(itertools.chain(*inside)),)
         work = sum((op.work for body in inside for op in body), NOTHING)
         return Op(instruction.name, work.times(repeats), bodies=inside, repeats=repeats)
 
     def _block(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        ops: list[Op],
-        place: _Place,
+        self, instruction: Instruction, ops: list[Op], place: _Place
     ) -> list[int]:
         """Adds each collective that an instruction is or starts as one blocking op.
 
@@ -192,17 +182,17 @@ class _Walk:
           The indices of the ops; empty if the instruction is no collective.
         """
         first = len(ops)
-        for body, collective in self._collectives_of(computation, instruction):
+        for collective in _collectives_of(instruction):
             at, number = len(ops), len(self.collectives)
             ops.append(Op(collective.name, NOTHING, starts=number, ends=number))
-            groups = hlo.groups(collective, self._module.num_devices)
+            groups = hlo.groups(collective, self._num_devices)
             self.collectives.append(
                 Collective(
                     name=collective.name,
                     kind=collective.kind,
                     axes=_axes_along(groups, self._axes),
                     groups=groups,
-                    num_bytes=_num_bytes(body, collective),
+                    num_bytes=_num_bytes(collective),
                     start=at,
                     end=at,
                     beside=NOTHING,
@@ -213,22 +203,6 @@ class _Walk:
             if _is_asynchronous(instruction):
                 self.unpaired.add(number)
         return list(range(first, len(ops)))
-
-    def _collectives_of(
-        self, computation: Computation, instruction: Instruction
-    ) -> list[tuple[Computation, Instruction]]:
-        if instruction.kind in KINDS:
-            return [(computation, instruction)]
-        # An async-start wraps a collective that has no start of its own.
-        wrapped = (
-            self._module.called(instruction) if instruction.kind == "async" else []
-        )
-        return [
-            (body, inner)
-            for body in wrapped
-            for inner in body.instructions.values()
-            if inner.opcode in KINDS
-        ]
 
     def _end(self, at: int, name: str, ops: list[Op]) -> None:
         """Ends the collective that starts at an index here, with an op of its own."""
@@ -243,6 +217,14 @@ class _Walk:
         self.unpaired.remove(number)
 
 
+def _collectives_of(instruction: Instruction) -> list[Instruction]:
+    if instruction.kind in KINDS:
+        return [instruction]
+    # An async-start wraps a collective that has no start of its own.
+    wrapped = instruction.called if instruction.kind == "async" else ()
+    return [inner for inner in itertools.chain(*wrapped) if inner.opcode in KINDS]
+
+
 def _is_asynchronous(instruction: Instruction) -> bool:
     # XLA keeps the form start and done for some collectives that it made synchronous.
     is_start = instruction.opcode.endswith("-start")
@@ -250,24 +232,20 @@ def _is_asynchronous(instruction: Instruction) -> bool:
 
 
 def _start_of(
-    computation: Computation,
-    value: Instruction,
-    starts: Container[str],
-    path: tuple[int, ...] = (),
+    value: Instruction, starts: Container[str], path: tuple[int, ...] = ()
 ) -> str:
     """Returns the start whose result reaches a value, or "" if none is found.
 
     Args:
-      computation: computation of both.
       value: an end, or an instruction on the way to it.
       starts: names of the starts that have not ended.
       path: indices into nested tuples: part path[0] of the value, of that part path[1].
     """
     if value.name in starts:
         return value.name
-    operands = computation.operands(value)
+    operands = value.operands
     if value.opcode == "tuple" and not path:
-        found = {_start_of(computation, each, starts) for each in operands} - {""}
+        found = {_start_of(each, starts) for each in operands} - {""}
         return found.pop() if len(found) == 1 else ""
     is_end = value.opcode.endswith("-done")
     if not operands or not (is_end or value.opcode in PASSING):
@@ -275,13 +253,13 @@ def _start_of(
     if value.opcode == "get-tuple-element":
         path = int(value.find(r"\bindex=(\d+)")), *path
     if value.opcode == "tuple":
-        return _start_of(computation, operands[path[0]], starts, path[1:])
-    return _start_of(computation, operands[0], starts, path)
+        return _start_of(operands[path[0]], starts, path[1:])
+    return _start_of(operands[0], starts, path)
 
 
-def _num_bytes(computation: Computation, collective: Instruction) -> float:
+def _num_bytes(collective: Instruction) -> float:
     """Returns the bytes of the larger of a collective's inputs and outputs."""
-    operands = [operand.num_bytes for operand in computation.operands(collective)]
+    operands = [operand.num_bytes for operand in collective.operands]
     # A start on a GPU also returns contexts, which are no data.
     made = sum(array.num_bytes for array in collective.arrays if array != CONTEXT)
     if collective.opcode.endswith("-start"):

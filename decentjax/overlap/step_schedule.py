@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import NamedTuple
 
 from decentjax.overlap.flops import NOTHING, Work
 
@@ -54,7 +53,7 @@ class Op:
     Args:
       name: name in the program.
       work: work of the op, or of all repeats of its bodies.
-      starts: index in `Schedule.collectives` of the collective that it starts.
+      starts: index in `StepSchedule.collectives` of the collective that it starts.
       ends: index of the collective that it waits for.
       bodies: body of a loop or a call, or the branches of a conditional.
       repeats: number of runs of each body; 1/B for B branches.
@@ -69,7 +68,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """A compiled step.
 
     Args:
@@ -109,54 +108,29 @@ class Schedule:
         return [c for c in self.collectives if axis is None or axis in c.axes]
 
     def _sent(self, collective: Collective) -> float:
-        sent = sum(link.num_bytes for link in links(collective))
+        sent = sum(num_bytes for _, _, num_bytes in links(collective))
         return collective.calls * sent / self.num_devices
 
 
-class Link(NamedTuple):
-    """Bytes that one device sends to another in a collective."""
-
-    sender: int
-    receiver: int
-    num_bytes: float
-
-
-def links(collective: Collective) -> list[Link]:
-    """Returns what each device sends in one call of a collective.
+def links(collective: Collective) -> list[tuple[int, int, float]]:
+    """Returns sender, receiver and bytes of what is sent in one call of a collective.
 
     A permute sends the array along each pair, an all-to-all `1/S` of it to each other
     member of a group of S. The others go around a ring: each member sends `1 - 1/S` of
     the array, twice that in an all-reduce.
-
-    Examples:
-      >>> from decentjax import overlap
-      >>> beside = overlap.Work(flops={}, num_bytes=0)
-      >>> ring = overlap.Collective(
-      ...     "sum", "all-reduce", ("workers",), ((0, 1),), 100.0, 1, 0, 0, beside,
-      ...     in_conditional=False, in_loop=False, op_name="psum",
-      ... )
-      >>> [link.num_bytes for link in overlap.links(ring)]
-      [100.0, 100.0]
     """
-    kind, num_bytes = collective.kind, collective.num_bytes
-    if kind == "collective-permute":
-        found = [
-            Link(sender, receiver, num_bytes) for sender, receiver in collective.groups
-        ]
-    elif kind in ("all-to-all", "ragged-all-to-all"):
-        found = [
-            Link(sender, receiver, num_bytes / len(group))
-            for group in collective.groups
-            for sender, receiver in itertools.permutations(group, 2)
-        ]
-    else:
-        passes = 2 if kind == "all-reduce" else 1
-        found = [
-            Link(sender, receiver, passes * (1 - 1 / len(group)) * num_bytes)
-            for group in collective.groups
+    found = []
+    for group in collective.groups:
+        if collective.kind == "collective-permute":
+            pairs, part = [group], 1.0
+        elif collective.kind in ("all-to-all", "ragged-all-to-all"):
+            pairs, part = itertools.permutations(group, 2), 1 / len(group)
+        else:
             # Each sends to the next, the last to the first.
-            for sender, receiver in zip(group, [*group[1:], group[0]], strict=True)
-        ]
-    # A device keeps its own part: a permute may pair it with itself, and so does a ring
-    # of one member.
-    return [link for link in found if link.sender != link.receiver]
+            pairs = itertools.pairwise([*group, group[0]])
+            passes = 2 if collective.kind == "all-reduce" else 1
+            part = passes * (1 - 1 / len(group))
+        # A device keeps its own part: a permute may pair it with itself, and so does a
+        # ring of one member.
+        found += [(i, j, part * collective.num_bytes) for i, j in pairs if i != j]
+    return found

@@ -159,7 +159,12 @@ def plans(cluster: Cluster, topology: Topology) -> list[tuple[Leg, ...]]:
     Raises:
       ValueError: if the topology has another number of workers.
     """
-    check_size(cluster, topology)
+    check_topology(topology)
+    if topology.num_workers != cluster.num_workers:
+        raise ValueError(
+            f"{topology.name} has {topology.num_workers} workers, the cluster has "
+            f"{cluster.num_workers}"
+        )
     return [
         tuple(Leg(transfer, _kinds(cluster, transfer)) for transfer in stages(exchange))
         for exchange in topology
@@ -212,16 +217,6 @@ def _kinds(cluster: Cluster, transfer: Transfer) -> tuple[Messages, ...]:
                 Messages(chosen, sending, receiving, cards[:, is_kind], *speeds)
             )
     return tuple(kinds)
-
-
-def check_size(cluster: Cluster, topology: Topology) -> None:
-    """Raises an error if this is no topology, or has another number of workers."""
-    check_topology(topology)
-    if topology.num_workers != cluster.num_workers:
-        raise ValueError(
-            f"{topology.name} has {topology.num_workers} workers, the cluster has "
-            f"{cluster.num_workers}"
-        )
 
 
 def check_positive(**numbers: float) -> None:

@@ -25,7 +25,7 @@ from decentjax.runtime.job import Job
 from decentjax.schedule import Schedule
 
 Instants = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-Scheme = Callable[[int, np.ndarray, np.ndarray], Instants]
+StepTimes = Callable[[int, np.ndarray, np.ndarray], Instants]
 """Maps (step, starts [N], compute times [N]) to four instants of each worker, [N].
 
 They are: ready for the exchange that the step needs; everything received; parameters
@@ -344,7 +344,7 @@ def wait_avoiding(
 
 
 def _simulate(
-    cluster: Cluster, job: Job, num_steps: int, seed: int, scheme: Scheme
+    cluster: Cluster, job: Job, num_steps: int, seed: int, scheme: StepTimes
 ) -> Times:
     """Plays steps one after the other, each from the ends of the one before."""
     check_positive(num_steps=num_steps)

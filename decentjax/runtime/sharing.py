@@ -34,8 +34,6 @@ def share(starts: np.ndarray, seconds: np.ndarray, table: np.ndarray) -> np.ndar
     """
     if len(table) < 2:
         return starts + seconds
-    if len(table) == 2:
-        return _share_by_two(starts, seconds, table)
     used = table >= 0
     # Infinite for messages that have ended, and for padding.
     begins = np.where(used, starts[table], np.inf)
@@ -61,21 +59,4 @@ def share(starts: np.ndarray, seconds: np.ndarray, table: np.ndarray) -> np.ndar
         if not busy.all():
             table, begins, left = table[:, busy], begins[:, busy], left[:, busy]
             clock = clock[busy]
-    return ends
-
-
-def _share_by_two(
-    starts: np.ndarray, seconds: np.ndarray, table: np.ndarray
-) -> np.ndarray:
-    """Does the same for at most two messages per card, the usual case, but faster.
-
-    Each message is delayed by the time for which both would be in flight, but at most
-    by the duration of the later one.
-    """
-    pair = table[:, table[1] >= 0]
-    by_start = np.take_along_axis(pair, starts[pair].argsort(0), 0)
-    first, second = by_start
-    overlap = np.maximum(starts[first] + seconds[first] - starts[second], 0)
-    ends = starts + seconds
-    ends[by_start] += np.minimum(overlap, seconds[second])
     return ends

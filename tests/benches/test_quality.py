@@ -212,28 +212,6 @@ def test_each_network_has_a_panel_with_its_whole_runs():
     assert len(draw_quality([first, second, second]).axes) == 4
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rates": ("none",)}, "a race needs rates, such as 200mbit: got 'none'"),
-        ({"rates": ("fast",)}, "rate must be like 200mbit"),
-        ({"rates": ()}, "rates and horizons need a value each"),
-        ({"tune": ("1e-2",)}, "needs a field and several different values to choose"),
-        ({"tune": ("1e-2", "fast")}, "optimizer.learning-rate cannot be fast"),
-        ({"tune": ("1e-2", "1e-3"), "budget": 0}, "budget must be at least 1, got 0"),
-        ({"horizons": (2.0, 1.0)}, "horizons must be positive and rise, got"),
-        ({"horizons": (0.0,)}, "horizons must be positive and rise, got"),
-        ({"only": "["}, "only must be a regular expression, got '\\['"),
-        ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"real": ("SGD at 1gbit",)}, "a real run is METHOD at NETWORK, got 'SGD at"),
-        ({"real": ("DAdamW at 2gbit",)}, "DAdamW; .* at 1gbit; 200mbit; 50mbit; 10"),
-    ],
-)
-def test_what_cannot_be_raced_gets_a_sentence(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Quality(**changes)
-
-
 def test_a_whole_run_may_have_a_straggler():
     settings = Quality().settings
     found = find_pair("peers at 200mbit with a straggler", settings)

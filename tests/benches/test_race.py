@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from benches.__main__ import main as bench_main
 from benches.race.contestants import (
     Contestant,
     GraphName,
@@ -60,42 +59,6 @@ def race(*options: str, **env: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--clusters=4", "a cluster is written as 4x2, got '4'"),
-        ("--clusters 2x1 0x2", "a cluster is written as 4x2, got '0x2'"),
-        ("--clusters 2x1 255x1", "nodes must be between 1 and 254, got 255"),
-        ("--rate=none", "a bench of clusters needs a rate, such as 200mbit"),
-        ("--rate=fast", "rate must be like 200mbit"),
-        ("--rounds=0", "rounds must be at least 1, got 0"),
-        ("--steps=0", "steps must be at least 1, got 0"),
-        ("--straggler=-1", "straggler must be at least 0, got -1"),
-        ("--work.width=0", "work.width must be at least 1, got 0"),
-        ("--only=(", "only must be a regular expression, got '('"),
-        (
-            "--clusters 3x2 --only=alternating",
-            "3x2, not defined for 3 nodes: exchange alone: alternating exponential ",
-        ),
-        ("--only=x9", "only = 'x9' matches no contestant on 4x1; there are: compute a"),
-    ],
-)
-def test_bad_input_gets_a_sentence_before_anything_runs(
-    options, sentence, tmp_path, capsys, monkeypatch
-):
-    # A box around the sentence would break it into lines.
-    monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["race", *options.split(), "--out", str(tmp_path / "race")]
-    with pytest.raises(SystemExit) as end:
-        bench_main(arguments)
-    output = "".join(capsys.readouterr())
-    if end.value.code != 2:
-        output += str(end.value.code)
-        assert "error: " in output
-    assert sentence in output
-    assert not (tmp_path / "race").exists()
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from benches.__main__ import main as bench_main
 from benches.race.contestants import Contestant, GraphName, Scheme
 from benches.race.turns import Late, Load, StepTime, WorkerTurn
 from benches.stragglers.stragglers import METHODS, predict
@@ -21,31 +20,6 @@ from tests.machines import needs_root
 STRAGGLERS = [sys.executable, "-m", "benches", "stragglers"]
 COMPUTE, ALL_REDUCE, WAITING, NO_WAIT, *_ = METHODS
 TURN = WorkerTurn(COMPUTE, warmup=2, steps=6, straggler=0.5, pause=0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--clusters 4x1 4x2", "at least two nodes of one worker, such as 4x1, got '4"),
-        ("--clusters 1x1", "at least two nodes of one worker, such as 4x1, got '1x1'"),
-        ("--clusters=4", "a cluster is written as 4x2, got '4'"),
-        ("--rate=none", "a bench of clusters needs a rate, such as 200mbit"),
-        ("--pause=-1", "pause must be at least 0, got -1"),
-        ("--delay=-1", "delay must be at least 0, got -1"),
-        ("--slow=0.5", "slow must be at least 1, got 0.5"),
-        ("--steps=0", "steps must be at least 1, got 0"),
-    ],
-)
-def test_bad_input_gets_a_sentence_before_anything_runs(
-    options, sentence, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["stragglers", *options.split(), "--out", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as end:
-        bench_main(arguments)
-    assert end.value.code == 2
-    assert sentence in "".join(capsys.readouterr())
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.nightly
@@ -79,8 +53,7 @@ def test_a_bench_of_stragglers_is_written_down_and_drawn(tmp_path):
 
 def test_each_worker_is_late_in_turn_at_random_or_always():
     np.testing.assert_array_equal(
-        TURN._replace(warmup=1, steps=3).delays(3),
-        0.5 * np.eye(3)[[0, 1, 2, 0]],
+        TURN._replace(warmup=1, steps=3).delays(3), 0.5 * np.eye(3)[[0, 1, 2, 0]]
     )
     always = TURN._replace(late=Late.ALWAYS).delays(3)
     np.testing.assert_array_equal(always, [[0.5, 0, 0]] * 8)

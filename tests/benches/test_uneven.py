@@ -12,14 +12,7 @@ import pytest
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from benches import uneven
-from benches.uneven import (
-    Measured,
-    UnevenBench,
-    main,
-    read,
-    table,
-    whole_run,
-)
+from benches.uneven import Measured, UnevenBench, main, read, table, whole_run
 from tests.checkout import ROOT
 from train.cli.load import load_config
 from train.job import cores

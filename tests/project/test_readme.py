@@ -345,7 +345,7 @@ def test_a_code_block_runs_as_pasted(number):
         rows = [f"| {' | '.join(line.split())} |" for line in lines[1:]]
         assert len(rows) == 12
         assert [row for row in rows if row not in PAGES[page]] == []
-    if "runtime.all_reduce" in block:
+    if "job, graph, num_steps=1000" in block:
         assert len(lines) == 5
         assert [line for line in lines if line not in PAGES[page]] == []
 
@@ -354,7 +354,7 @@ def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
     assert len(blocks) == 49
     assert sum(word in block for word in CHECKS for block in blocks) == 20
-    for word in ("analysis.compare(graphs", "runtime.all_reduce"):
+    for word in ("analysis.compare(graphs", "job, graph, num_steps=1000"):
         assert sum(word in block for block in blocks) == 1
 
 

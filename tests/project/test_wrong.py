@@ -40,7 +40,6 @@ from decentjax import (
     policy,
     quasi_global_momentum,
     rounds,
-    runtime,
     schedule,
     simulate,
     topology,
@@ -266,16 +265,6 @@ def mapped(function):
     return jax.eval_shape(jax.vmap(function, axis_name=AXIS), jnp.ones(4))
 
 
-def cluster(**changes):
-    numbers = {"num_nodes": 2, "workers_per_node": 1, "between_bytes_per_second": 1e9}
-    return runtime.Cluster(**(numbers | changes))
-
-
-def job(**changes):
-    compute = runtime.constant(1.0)
-    return runtime.Job(**{"model_bytes": 1e6, "compute": compute, **changes})
-
-
 def updated(optimizer, *arguments, **options):
     state = optimizer.init(jnp.ones(3))
     return optimizer.update(jnp.ones(3), state, *arguments, **options)
@@ -287,16 +276,10 @@ CALLS = [
     (lambda: topology.torus("4"), "num_workers must be a whole number, got '4'"),
     (lambda: topology.hypercube(4.0), "num_workers must be a whole number, got 4.0"),
     (lambda: topology.random_matching(4, 2, -1), "a seed of at least 0, got -1"),
-    (
-        lambda: topology.hierarchical(8, 2, RING),
-        "a function from .*ring, got Topology",
-    ),
+    (lambda: topology.hierarchical(8, 2, RING), "a function from .*ring, got Topology"),
     (lambda: topology.damped(LOST, 0.5), FUNCTION),
     (lambda: topology.from_edges([0, 1]), r"are pairs of the numbers .* got \[0, 1\]"),
-    (
-        lambda: topology.from_edges([("a", "b")]),
-        "node_labels_to_integers, got ",
-    ),
+    (lambda: topology.from_edges([("a", "b")]), "node_labels_to_integers, got "),
     (lambda: topology.from_adjacency([[0, np.nan], [np.nan, 0]]), "pairs, got NaN"),
     (lambda: topology.from_matrices(np.eye(3)), "got one: take from_matrix for it"),
     (lambda: analysis.compare(RING, RING), "got <Topology ring: .* as a list"),
@@ -360,10 +343,7 @@ CALLS = [
     (lambda: run(number="0"), "the step as a Python int, got '0'"),
     (lambda: run(number=0.5), "the step as a Python int, got 0.5"),
     (lambda: run(state=jnp.ones(4)), "takes a WorkerState, .* got ArrayImpl"),
-    (
-        lambda: run(num_rows=5),
-        "for each worker, got 4 of state.params, 5 of batch",
-    ),
+    (lambda: run(num_rows=5), "for each worker, got 4 of state.params, 5 of batch"),
     (lambda: run(plan=topology.ring(5)), "for 5 workers, but axis 'workers' has"),
     (lambda: run(loss_fn), "missing 1 required positional argument: 'key'"),
     (lambda: run(loss_fn, MEAN), "pass local_update.loss_fn, opt.*, got loss_fn"),
@@ -463,14 +443,6 @@ CALLS = [
     (lambda: analysis.consensus_factor(LOST), FUNCTION),
     (lambda: analysis.exact_after(LOST), FUNCTION),
     (lambda: analysis.traffic(LOST, 1e6), FUNCTION),
-    (lambda: runtime.in_step(cluster(), job(), LOST, 10, 0), FUNCTION),
-    (
-        lambda: runtime.in_step(cluster(), job(), RING, 10, 0),
-        "4 workers, the cluster ha",
-    ),
-    (lambda: cluster(num_nodes=0), "num_nodes must be positive, got 0"),
-    (lambda: job(model_bytes=-1), "model_bytes must be positive and finite, got -1"),
-    (lambda: runtime.gamma(1.0, -0.1), "sigma must not be negative, got -0.1"),
     # The loss of a task, of which the program says it as a sentence.
     (lambda: poison_gradient(lambda *_: 1.0)(1, (), 1, None), "must return .loss, .mo"),
     (lambda: dispersion.gini([-1.0]), "none of them negative, got shape"),

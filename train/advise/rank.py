@@ -140,11 +140,11 @@ def compare(
     row = functools.partial(predict, setting, num_steps, seed)
     baseline = row()
     rows = [row(config, topology, baseline.step) for config, topology in progress(fit)]
-    gamma, _, variance = setting.ratios(None, num_steps, seed)
+    gamma, sigma = setting.gamma_and_sigma(num_steps, seed)
     return Findings(
         setting=setting,
         gamma=gamma,
-        sigma=math.sqrt(variance),
+        sigma=sigma,
         rows=[baseline, *rows],
         topologies=[topology for _, topology in fit],
         unfit=unfit,
@@ -252,7 +252,7 @@ def predict(
         consensus_factor_per_second=None if factor is None else factor ** (1 / step),
         exact_after=exact_after,
         exchange=setting.exchange_seconds(topology),
-        omega=setting.ratios(topology, num_steps, seed).omega,
+        omega=setting.omega(topology),
     )
 
 

@@ -5,9 +5,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import numpy as np
+
 from decentjax import Plan, Topology, runtime
-from decentjax.runtime import Cluster, Compute, Job, Ratios, Times
-from decentjax.runtime.ratios import ratios_of
+from decentjax.runtime import Cluster, Compute, Job, Times
 from train.config import TopologyConfig
 from train.network import (
     ClusterSpec,
@@ -61,12 +62,22 @@ class Setting:
     bytes_per_param: float = 4.0
     facts: tuple[str, ...] = ()
 
-    def ratios(self, topology: Topology | None, num_steps: int, seed: int) -> Ratios:
-        """Returns gamma, omega and sigma^2 of a topology, with None of all-reduce."""
-        whole, exchange = map(self.exchange_seconds, (None, topology))
-        num_workers = self.cluster.num_workers
-        moments = runtime.moments(self.job, num_workers, num_steps, seed)
-        return ratios_of(whole, exchange, *moments)
+    def gamma_and_sigma(self, num_steps: int, seed: int) -> tuple[float, float]:
+        """Returns the time of an all-reduce, and the deviation of the compute times.
+
+        Both are over the mean compute time.
+        """
+        workers = self.cluster.num_workers
+        drawn = [self.job.draw(step, workers, seed) for step in range(num_steps)]
+        if (mean := float(np.mean(drawn))) == 0:
+            raise ValueError("gamma and sigma need compute times that are not all 0")
+        return self.exchange_seconds(None) / mean, float(np.std(drawn)) / mean
+
+    def omega(self, topology: Topology | None) -> float:
+        """Returns the time of an exchange over that of an all-reduce."""
+        # If an all-reduce takes no time, an exchange takes none either.
+        whole = self.exchange_seconds(None)
+        return self.exchange_seconds(topology) / whole if whole else 1.0
 
     def exchange_seconds(self, topology: Topology | None) -> float:
         """Returns the mean time of an exchange, with None of an all-reduce."""
@@ -111,8 +122,8 @@ class Flags:
       between_latency: latency of a message between nodes.
       inside_latency: latency of a message inside a node.
       compute: mean time of a step's forward and backward pass.
-      sigma: standard deviation of that time, over the mean; by default 0.05.
-      distribution: distribution of that time.
+      sigma: standard deviation of that time, over the mean, of a gamma distribution; by
+        default 0.05.
       late_workers: number of workers, drawn at random in each step, that are late.
       late_by: delay of the late workers.
       params: number of parameters of the model.
@@ -131,7 +142,6 @@ class Flags:
     inside_latency: Time = "5us"
     compute: Time
     sigma: float | None = None
-    distribution: Literal["constant", "normal", "gamma", "log_normal"] = "gamma"
     late_workers: int = 0
     late_by: Time = "0s"
     params: Count
@@ -165,8 +175,7 @@ class Flags:
             compute=self._compute(spec.num_nodes * spec.workers_per_node),
             forward_share=FORWARD_SHARES[self.overlap] if share is None else share,
         )
-        assumed = self.sigma is None and self.distribution != "constant"
-        facts = (SIGMA_ASSUMED,) if assumed else ()
+        facts = (SIGMA_ASSUMED,) if self.sigma is None else ()
         cluster = spec.runtime_cluster()
         return Setting(
             cluster=cluster,
@@ -177,12 +186,8 @@ class Flags:
         )
 
     def _compute(self, num_workers: int) -> Compute:
-        mean = seconds("compute", self.compute)
-        if self.distribution == "constant":
-            compute = runtime.constant(mean)
-        else:
-            sigma = SIGMA if self.sigma is None else self.sigma
-            compute = getattr(runtime, self.distribution)(mean, sigma)
+        sigma = SIGMA if self.sigma is None else self.sigma
+        compute = runtime.gamma(seconds("compute", self.compute), sigma)
         late_by = seconds("late_by", self.late_by)
         # One of the two alone would silently have no effect.
         if (self.late_workers == 0) != (late_by == 0):

@@ -28,7 +28,7 @@ from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join, share, tell
-from decentjax.distributed.place import Place, find_place
+from decentjax.distributed.place import JobPlace, find_place
 from decentjax.distributed.watch import close_watch
 from decentjax.gossip import Engine
 from decentjax.process.address import is_loopback, split_address
@@ -275,7 +275,7 @@ def _explain(error: BaseException) -> str:
     return sentence(error) or trace
 
 
-def _place(config: DistributedConfig) -> Place:
+def _place(config: DistributedConfig) -> JobPlace:
     """The place of this process as given, else as its environment says it."""
     given: Any = (config.coordinator, config.num_processes, config.process_id)
     if config.coordinator is not None:
@@ -286,11 +286,11 @@ def _place(config: DistributedConfig) -> Place:
             )
         if config.process_id == 0:
             _check_name(config.coordinator)
-        return Place(*given)
+        return JobPlace(*given)
     return detect(os.environ.get("JAX_COORDINATOR_ADDRESS"), config)
 
 
-def detect(address: str | None, config: DistributedConfig) -> Place:
+def detect(address: str | None, config: DistributedConfig) -> JobPlace:
     """Returns the place of this process, with what is not given from its environment.
 
     Raises:
@@ -300,7 +300,7 @@ def detect(address: str | None, config: DistributedConfig) -> Place:
     given: Any = {"address": address, **numbers}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) == 3:
-        return Place(**given)
+        return JobPlace(**given)
     found = find_place(config.start_seconds)
     if not found.address:
         raise ValueError(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from decentjax import AXIS, analysis, overlap, worker_mesh
-from decentjax.overlap import Estimate, Schedule
+from decentjax.overlap import Estimate, StepSchedule
 from train import targets
 from train.config import BackgroundExchange, Config
 from train.network import rate
@@ -46,7 +46,7 @@ class Finding:
     """
 
     name: str
-    schedule: Schedule
+    schedule: StepSchedule
     estimate: Estimate
     memory_bytes: int
     needed_bytes: float

@@ -7,7 +7,8 @@ import numpy as np
 from rich.console import Console
 
 from decentjax import AXIS, analysis
-from decentjax.overlap import Accelerator, Network, Op, Schedule
+from decentjax.overlap import Accelerator, Network, StepSchedule
+from decentjax.overlap.step_schedule import Op
 from decentjax.topology import Topology
 from train.preflight.compile import Finding, Options, Preflight
 from train.xla import ALL_REDUCE_THRESHOLD, THRESHOLDS
@@ -95,7 +96,9 @@ def busiest_step(topology: Topology, workers_per_node: int) -> int:
     return int(np.argmax(sent))
 
 
-def profile(schedule: Schedule, accelerator: Accelerator, network: Network) -> bytes:
+def profile(
+    schedule: StepSchedule, accelerator: Accelerator, network: Network
+) -> bytes:
     """Returns the estimated times of the ops as XLA's ProfiledInstructionsProto."""
     seconds = {op.name: accelerator.seconds(op.work) for op in _all(schedule.ops)}
     for collective in schedule.collectives:

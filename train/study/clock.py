@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from decentjax import gossip, runtime
-from decentjax.schedule import Schedule
+from decentjax.schedule import every
 from decentjax.topology import butterfly_groups
 from train.config import (
     BackgroundExchange,
@@ -22,6 +21,7 @@ from train.config import (
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.method import Method, build_method
 from train.run.peer_run import wagma_plan
+from train.study.peer_clock import Timed, simulate_peers
 from train.tasks.task import build_task
 
 
@@ -73,7 +73,7 @@ class Clock:
         times = None if self.trace is None else np.load(self.trace).tolist()
         return {**vars(self), "trace": times}
 
-    def run(self, config: Config, seed: int) -> "Timed":
+    def run(self, config: Config, seed: int) -> Timed:
         """Simulates the times of a run.
 
         Args:
@@ -96,18 +96,14 @@ class Clock:
         match exchange:
             case PeerExchange():
                 _check_peers(exchange, method)
-                of_all = cluster, job, method.graph, count, seed
-                run = runtime.peers(*of_all, exchange.waits)
-                return _timed(run, method.schedule)
+                of_all = cluster, job, every(method.graph, 1, delay=1), count, seed
+                return simulate_peers(*of_all, patience=exchange.waits)
             case QuorumExchange():
-                assert method.rounds is not None
-                schedule = method.schedule
-                run = runtime.peer_rounds(
-                    *(cluster, job, schedule, count, seed),
+                return simulate_peers(
+                    *(cluster, job, method.schedule, count, seed),
                     count=exchange.quorum_of(cluster.num_workers),
                     patience=exchange.waits,
                 )
-                return _timed(run, schedule)
             case GroupExchange():
                 return self._of_groups(config, method, cluster, job, seed)
         in_thread = isinstance(exchange, BackgroundExchange)
@@ -115,7 +111,7 @@ class Clock:
 
     def _of_groups(
         self, config: Config, method: Method, cluster: Any, job: Any, seed: int
-    ) -> "Timed":
+    ) -> Timed:
         if method.is_early:
             raise ValueError(
                 "of groups, those with step.algorithm = atc have a clock, got "
@@ -150,20 +146,6 @@ class Clock:
         return runtime.Job(model_bytes=model_bytes, compute=compute)
 
 
-class Timed(NamedTuple):
-    """A simulated run.
-
-    Args:
-      times: when each worker does what.
-      records: for a run of peers, what each worker mixes at each step.
-      steps: for one, the steps that each worker takes.
-    """
-
-    times: runtime.Times
-    records: Sequence[gossip.MergeRecord] = ()
-    steps: Sequence[Sequence[int]] = ()
-
-
 def _check_peers(exchange: PeerExchange, method: Method) -> None:
     """Raises a ValueError for peers without a model of their time."""
     if method.rounds:
@@ -176,21 +158,3 @@ def _check_peers(exchange: PeerExchange, method: Method) -> None:
             "of peers, those with exchange.way = arrived have a clock, got "
             f"{exchange.way}"
         )
-
-
-def _timed(run: runtime.PeerTimes, schedule: Schedule) -> Timed:
-    """A run, with what workers use of the versions that have arrived in time."""
-    taken: dict[tuple[int, int], list[gossip.Taken]] = {
-        (step, worker): []
-        for worker, own in enumerate(run.steps)
-        for step in own
-        if schedule[step].sends
-    }
-    for one in run.mixed:
-        model = gossip.Taken(one.peer, one.version, one.step)
-        taken[one.step, one.worker].append(model)
-    records = [
-        gossip.MergeRecord(step, worker, 0, tuple(models))
-        for (step, worker), models in taken.items()
-    ]
-    return Timed(run.times, records, run.steps)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from decentjax.distributed.place import Place
+from decentjax.distributed.place import JobPlace
 from decentjax.distributed.rendezvous import rendezvous
 from tests.jobs import CONFIG, LONG, lives, read_until, started, wait_until
 from train.launch import check_port
@@ -126,7 +126,7 @@ def test_a_job_that_begins_is_not_disturbed_by_others(tmp_path):
         silent.close()
 
 
-def meet(place: Place, run_dir: Path | None, seconds: float = 60) -> str:
+def meet(place: JobPlace, run_dir: Path | None, seconds: float = 60) -> str:
     """The rendezvous, and then a coordinator that hears all others come."""
     with rendezvous(place, run_dir, seconds) as (listen_at, _):
         if place.process_id == 0:
@@ -161,8 +161,8 @@ def test_one_folder_under_two_names_is_one_folder(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").symlink_to(tmp_path / "a")
     address = free_address()
-    thread, ends = in_thread(Place(address, 2, 0), tmp_path / "a")
-    assert meet(Place(address, 2, 1), tmp_path / "b") == address
+    thread, ends = in_thread(JobPlace(address, 2, 0), tmp_path / "a")
+    assert meet(JobPlace(address, 2, 1), tmp_path / "b") == address
     thread.join(LONG)
     assert ends == [address]
     assert list((tmp_path / "a").iterdir()) == []
@@ -172,7 +172,7 @@ def test_one_folder_under_two_names_is_one_folder(tmp_path):
 def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     address, seconds = free_address(), 8
     run_dir = tmp_path / "a"
-    threads = [in_thread(Place(address, 3, i), run_dir, seconds) for i in (0, 1)]
+    threads = [in_thread(JobPlace(address, 3, i), run_dir, seconds) for i in (0, 1)]
     time.sleep(1)  # Until process 1 has come.
     cases = [
         (1, 3, run_dir, "its number is already taken"),
@@ -182,7 +182,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     ]
     for number, count, folder, why in cases:
         with pytest.raises(ValueError, match=f"refused this process: {why}"):
-            meet(Place(address, count, number), folder, seconds=1)
+            meet(JobPlace(address, count, number), folder, seconds=1)
     for thread, _ in threads:
         thread.join(LONG)
     (_, [host]), (_, [guest]) = threads
@@ -194,7 +194,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
 
 def test_a_process_that_has_left_may_come_again(tmp_path):
     address = free_address()
-    thread, ends = in_thread(Place(address, 3, 0), tmp_path, 20)
+    thread, ends = in_thread(JobPlace(address, 3, 0), tmp_path, 20)
     host, port = address.split(":")
     for _ in range(2):
         deadline = time.monotonic() + LONG
@@ -207,7 +207,7 @@ def test_a_process_that_has_left_may_come_again(tmp_path):
         guest.recv(1000)
         guest.sendall(b'{"process": 1, "of": 3, "sees": true}\n')
         guest.close()
-    others = [in_thread(Place(address, 3, i), tmp_path, 20) for i in (1, 2)]
+    others = [in_thread(JobPlace(address, 3, i), tmp_path, 20) for i in (1, 2)]
     for other, other_ends in [(thread, ends), *others]:
         other.join(LONG)
         assert other_ends == [address]
@@ -217,7 +217,7 @@ def test_who_comes_when_a_job_is_complete_is_refused(tmp_path):
     """As of two jobs that race for one port: told nothing, it would be tried again."""
     address = free_address()
     host, port = address.split(":")
-    first, ends = in_thread(Place(address, 2, 0), tmp_path)
+    first, ends = in_thread(JobPlace(address, 2, 0), tmp_path)
     deadline = time.monotonic() + LONG
     while True:
         try:
@@ -227,7 +227,7 @@ def test_who_comes_when_a_job_is_complete_is_refused(tmp_path):
             assert time.monotonic() < deadline
     with late:
         assert b"rendezvous" in late.recv(1000)
-        assert meet(Place(address, 2, 1), tmp_path) == address
+        assert meet(JobPlace(address, 2, 1), tmp_path) == address
         assert b"all processes of its job have come" in late.recv(1000)
     first.join(LONG)
     assert ends == [address]
@@ -236,10 +236,10 @@ def test_who_comes_when_a_job_is_complete_is_refused(tmp_path):
 def test_until_the_coordinator_listens_no_other_job_has_the_port(tmp_path):
     address = free_address()
     with (
-        rendezvous(Place(address, 1, 0), tmp_path, 5),
+        rendezvous(JobPlace(address, 1, 0), tmp_path, 5),
         pytest.raises(ValueError, match=r"cannot listen at .* already in use"),
     ):
-        meet(Place(address, 1, 0), tmp_path, 5)
+        meet(JobPlace(address, 1, 0), tmp_path, 5)
 
 
 def test_a_program_that_says_nothing_is_no_coordinator(monkeypatch):
@@ -247,7 +247,7 @@ def test_a_program_that_says_nothing_is_no_coordinator(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, begin = f"127.0.0.1:{server.getsockname()[1]}", time.monotonic()
         with pytest.raises(ValueError, match=f"{address} is in use by another program"):
-            meet(Place(address, 2, 1), None, 20)
+            meet(JobPlace(address, 2, 1), None, 20)
     assert time.monotonic() - begin < 10
 
 

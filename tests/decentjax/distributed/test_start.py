@@ -15,7 +15,7 @@ import pytest
 
 from decentjax import distributed
 from decentjax.distributed.devices import own_gpus
-from decentjax.distributed.place import Place, find_place, variables_of
+from decentjax.distributed.place import JobPlace, find_place, variables_of
 from decentjax.process.address import is_loopback, split_address, to_address
 from tests import checkout
 from tests.checkout import ROOT
@@ -268,10 +268,7 @@ def test_a_call_after_a_device_was_used_is_refused(call):
     [
         ({"local_workers": 0}, "local_workers must be an integer of at least 1, got 0"),
         ({"local_workers": True}, "local_workers must be an integer of .*, got True"),
-        (
-            {"step_deadline": 0.5},
-            "step_deadline must be a Python number .*, got 0.5",
-        ),
+        ({"step_deadline": 0.5}, "step_deadline must be a Python number .*, got 0.5"),
         ({"step_deadline": math.nan}, "step_deadline must be .*, got nan"),
         ({"step_deadline": "60"}, "step_deadline must be .*, got '60'"),
         ({"step_deadline": True}, "step_deadline must be .*, got True"),
@@ -283,7 +280,7 @@ def test_an_impossible_argument_gets_a_sentence(arguments, sentence):
         distributed.initialize(**arguments)
 
 
-OURS = variables_of(Place("127.0.0.1:5", 4, 2, 1))
+OURS = variables_of(JobPlace("127.0.0.1:5", 4, 2, 1))
 ELASTIC = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 MPI_5 = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}
 
@@ -303,10 +300,7 @@ MPI_5 = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}
         (MPI_5 | {"MASTER_ADDR": "a", "MASTER_PORT": "9"}, ("a:9", 3, 2, None)),
         # The innermost launcher.
         (by_slurm(1, 2, 99) | OURS, ("127.0.0.1:5", 4, 2, 1)),
-        (
-            by_slurm(1, 2, 9) | by_torchrun(5, 8, 7) | ELASTIC,
-            ("127.0.0.1:8", 8, 5, 5),
-        ),
+        (by_slurm(1, 2, 9) | by_torchrun(5, 8, 7) | ELASTIC, ("127.0.0.1:8", 8, 5, 5)),
         # At the other address PyTorch may listen, as it does in an emulated cluster.
         (by_slurm(1, 3, 9) | by_torchrun(1, 3, 99), ("localhost:9", 3, 1, 1)),
     ],

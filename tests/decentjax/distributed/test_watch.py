@@ -21,7 +21,7 @@ from decentjax import distributed
 from decentjax.distributed import watch
 from decentjax.distributed.deadline import (
     ENDED,
-    Report,
+    PhaseReport,
     check_deadline,
     code_of_main,
     late_processes,
@@ -61,7 +61,7 @@ def test_other_deadlines_get_a_sentence(seconds):
 
 
 def report(phase="computing", turn=5, seconds=9.0, limit=5.0, own=False):
-    return Report(1, phase, turn - 1, turn, seconds, limit, "", own)
+    return PhaseReport(1, phase, turn - 1, turn, seconds, limit, "", own)
 
 
 @pytest.mark.parametrize(

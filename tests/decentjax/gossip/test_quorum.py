@@ -19,7 +19,6 @@ from decentjax import (
     simulate,
     topology,
 )
-from decentjax._core.patience import Waits
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import (
@@ -35,6 +34,7 @@ from decentjax.gossip import (
     count_examples,
     replay,
 )
+from decentjax.gossip.patience import Waits
 from decentjax.gossip.quorum import (
     NUM_PARTS,
     Contribution,

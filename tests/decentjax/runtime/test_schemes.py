@@ -16,7 +16,7 @@ from decentjax.runtime.sharing import share, slots
 from decentjax.topology import matrices
 
 CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
-JOB = Job(model_bytes=2.0, compute=runtime.normal(1.0, 0.3))
+JOB = Job(model_bytes=2.0, compute=runtime.gamma(1.0, 0.3))
 
 
 def topologies(num_workers: int, per_node: int) -> list[topology.Topology]:
@@ -80,17 +80,6 @@ def test_messages_share_their_card_at_each_moment(messages):
         assert busy >= seconds[mine].sum() - 1e-7
         if np.ptp(starts[mine]) == 0:
             assert busy == pytest.approx(seconds[mine].sum())
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(MESSAGE, MESSAGE), min_size=1, max_size=4), st.booleans())
-def test_two_on_a_card_share_it_likewise(pairs, one_alone):
-    messages = [message for pair in pairs for message in pair][one_alone:]
-    cards = np.arange(len(messages)) // 2
-    starts, seconds = np.array([message[:2] for message in messages], float).T
-    ends = share(starts, seconds, slots(cards))
-    wanted = share_one_by_one(starts, seconds, cards.tolist())
-    np.testing.assert_allclose(ends, wanted, atol=1e-7)
 
 
 def test_nothing_is_through_where_nothing_was_sent():
@@ -157,12 +146,12 @@ def test_a_step_of_all_reduce_has_its_closed_form():
         job = Job(model_bytes=1.0, compute=runtime.constant(2.0), forward_share=0.3)
         whole = 2 * 4 / 5 / rate
         assert runtime.all_reduce_seconds(cluster, 1.0) == pytest.approx(whole)
-        gamma = runtime.ratios(cluster, job, topology.ring(5)).gamma
-        assert gamma == pytest.approx(whole / 2)
         for buckets in (1, 3, 10):
             times = runtime.all_reduce(cluster, job, 3, num_buckets=buckets)
-            wanted = runtime.all_reduce_without_stragglers(gamma, 0.3, buckets)
-            assert times.seconds_per_step() == pytest.approx(2 * wanted)
+            # The last bucket is sent after the whole backward pass, or the network
+            # never pauses after the first.
+            wanted = max(2 + whole / buckets, 2 * (0.3 + 0.7 / buckets) + whole)
+            assert times.seconds_per_step() == pytest.approx(wanted)
 
 
 def test_all_reduce_spans_first_bucket_to_end_of_step():
@@ -179,22 +168,9 @@ def test_a_step_with_an_exchange_has_its_closed_form(made):
     for rate in (0.5, 5.0, 500.0):
         cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=rate)
         job = dataclasses.replace(JOB, compute=runtime.constant(2.0))
-        gamma, omega, variance = runtime.ratios(cluster, job, made)
-        assert variance == 0
         times = runtime.in_step(cluster, job, made, 3)
-        wanted = runtime.exchange_without_stragglers(gamma, omega)
-        assert times.seconds_per_step() == pytest.approx(2 * wanted)
-
-
-def test_the_three_ratios_are_what_the_paper_calls_them():
-    cluster = Cluster(num_nodes=16, between_bytes_per_second=4.0)
-    job = Job(model_bytes=2.0, compute=runtime.gamma(0.5, 0.2))
-    gamma, omega, variance = runtime.ratios(cluster, job, topology.one_peer_ring(16))
-    assert gamma == pytest.approx(2 * 15 / 16 * 2.0 / 4.0 / 0.5, rel=0.02)
-    assert omega == pytest.approx(1 / (2 * 15 / 16))
-    assert variance == pytest.approx(0.04, rel=0.1)
-    alone = runtime.Cluster(num_nodes=1, between_bytes_per_second=4.0)
-    assert runtime.ratios(alone, job, topology.ring(1))[:2] == (0.0, 1.0)
+        wanted = max(2.0, runtime.exchange_seconds(cluster, made, 2.0))
+        assert times.seconds_per_step() == pytest.approx(wanted)
 
 
 class OneMessageAtATime:
@@ -332,94 +308,6 @@ def test_no_card_carries_more_than_its_rate(made, simulate):
     assert (40 / made.period * carried / 10.0 <= times.end.max() + 1e-9).all()
 
 
-class TickByTick:
-    """Exchanges that wait for nobody, of whole seconds, one second after the other."""
-
-    def __init__(self, made, per_node, seconds):
-        self.per_node, self.seconds, self.made = per_node, seconds, made
-        self.edges = [np.argwhere(w * (1 - np.eye(len(w))) > 0) for w in matrices(made)]
-        self.busy, self.waiting, self.flying = {}, {}, []
-        self.there = {(i, j): [] for i, j in np.ndindex((made.num_workers,) * 2)}
-        self.mixed = []
-
-    def play(self):
-        ends = np.cumsum(self.seconds, 0)
-        for now in range(ends.max() + 1):
-            for step, worker in np.argwhere(ends == now).tolist():
-                self.mix(worker, step)
-            for arrival, edge, version in self.flying:
-                if arrival == now:
-                    self.there[edge].append(version)
-            for step, worker in np.argwhere(ends - self.seconds == now).tolist():
-                self.waiting |= {e: step for e in self.of_step(step) if e[1] == worker}
-            self.send(now)
-        return sorted(self.mixed)
-
-    def of_step(self, step):
-        return [(int(i), int(j)) for i, j in self.edges[step % self.made.period]]
-
-    def mix(self, worker, step):
-        for i, j in self.of_step(step):
-            if i == worker and (there := self.there[i, j]):
-                one = step if step in there else max(there)
-                self.mixed.append((step, i, j, one))
-                self.there[i, j] = [v for v in there if v > one]
-
-    def send(self, now):
-        """A model takes 2 s and 3 s more between nodes, and 1 s inside one."""
-        for i, j in list(self.waiting):
-            inside = i // self.per_node == j // self.per_node
-            ends = (i, j) if inside else (i // self.per_node, j // self.per_node)
-            cards = (inside, "in", ends[0]), (inside, "out", ends[1])
-            if all(self.busy.get(card, 0) <= now for card in cards):
-                end = now + (1 if inside else 2)
-                self.busy |= dict.fromkeys(cards, end)
-                late = 0 if inside else 3
-                self.flying.append((end + late, (i, j), self.waiting.pop((i, j))))
-
-
-@pytest.mark.parametrize("make", [topology.ring, topology.one_peer_exponential])
-@pytest.mark.parametrize(
-    ("num_nodes", "per_node"), [(1, 1), (2, 1), (3, 1), (5, 1), (3, 2), (1, 3)]
-)
-def test_peers_mix_what_a_tick_by_tick_loop_has(num_nodes, per_node, make):
-    num_workers = num_nodes * per_node
-    cluster = Cluster(
-        num_nodes=num_nodes,
-        workers_per_node=per_node,
-        between_bytes_per_second=1.0,
-        between_latency=3.0,
-        inside_bytes_per_second=2.0,
-    )
-    made = make(num_workers)
-    seconds = np.random.default_rng(num_workers).integers(1, 6, (40, num_workers))
-    job = Job(model_bytes=2.0, compute=runtime.trace(seconds))
-    times, mixed, steps = runtime.peers(cluster, job, made, 40)
-    assert steps == [list(range(40))] * num_workers
-    assert sorted(mixed) == TickByTick(made, per_node, seconds).play()
-    assert bool(mixed) == (num_workers > 1)
-    np.testing.assert_array_equal(times.end, np.cumsum(seconds, 0))
-    assert not any(x.any() for x in (times.waiting, times.exposed, times.exchange))
-
-
-def test_a_newer_model_replaces_one_that_waits():
-    cluster = Cluster(num_nodes=2, between_bytes_per_second=1.0)
-    job = Job(model_bytes=2.5, compute=runtime.constant(1.0))
-    mixed = runtime.peers(cluster, job, topology.ring(2), 8).mixed
-    # Model 0 arrives at 2.5 s, in step 2. Then model 2 is sent, as 1 was replaced, and
-    # arrives at 5 s, as step 4 ends, too late for it, and model 5 replaces 4.
-    wanted = [(2, 0), (5, 2), (7, 5)]
-    assert mixed == [(t, i, 1 - i, v) for t, v in wanted for i in (0, 1)]
-
-
-def test_without_messages_peers_mix_the_models_of_the_step():
-    cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=math.inf)
-    job = dataclasses.replace(JOB, compute=runtime.constant(0.25))
-    mixed = runtime.peers(cluster, job, topology.one_peer_exponential(16), 6).mixed
-    assert len(mixed) == 6 * 16
-    assert all(x.version == x.step for x in mixed)
-
-
 def test_an_edge_of_weight_0_carries_nothing():
     weights = ((0, 1, 2, 3), 0.5), ((1, 2, 3, 0), 0.5), ((2, 3, 0, 1), 0.0)
     sources, shares = zip(*weights, strict=True)
@@ -508,16 +396,11 @@ def test_groups_that_avoid_waiting_wait_at_the_sync_alone():
     assert (times.compute > 1).sum(1).tolist() == [2] * 20
 
 
-@pytest.mark.parametrize(
-    "make",
-    [runtime.normal, runtime.gamma, runtime.log_normal],
-    ids=lambda m: m.__name__,
-)
-def test_compute_times_have_their_mean_and_deviation(make):
-    drawn = make(2.0, 0.2)(0, 100_000, np.random.default_rng(0))
+def test_compute_times_have_their_mean_and_deviation():
+    drawn = runtime.gamma(2.0, 0.2)(0, 100_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(2.0, rel=5e-3)
     assert drawn.std() == pytest.approx(0.4, rel=2e-2)
-    alike = make(2.0, 0.0)(0, 5, np.random.default_rng(0))
+    alike = runtime.gamma(2.0, 0.0)(0, 5, np.random.default_rng(0))
     np.testing.assert_allclose(alike, 2.0)
 
 
@@ -566,39 +449,12 @@ def test_latencies_count_per_message_and_per_round():
             lambda: dataclasses.replace(JOB, forward_share=1.1),
             r"must be in \[0, 1\], got 1.1",
         ),
-        (
-            lambda: runtime.all_reduce_without_stragglers(-1.0),
-            "gamma must be finite and not negative, got -1.0",
-        ),
-        (
-            lambda: runtime.all_reduce_without_stragglers(1.0, num_buckets=0),
-            "num_buckets positive, got 0.33.* and 0",
-        ),
-        (
-            lambda: runtime.all_reduce_without_stragglers(1.0, forward_share=1.1),
-            r"forward_share must be in \[0, 1\] and .* got 1.1 and 10",
-        ),
-        (
-            lambda: runtime.exchange_without_stragglers(1.0, math.nan),
-            "omega must be finite and not negative, got nan",
-        ),
         (lambda: runtime.constant(0.0), "compute time must be positive, got 0.0 s"),
         (lambda: runtime.gamma(1.0, -0.1), "sigma must not be negative, got -0.1"),
         (lambda: runtime.trace(np.ones(3)), r"a trace is \[T, N\] of .* got \(3,\)"),
         (lambda: runtime.delayed(JOB.compute, -1, 1.0), "must not be negative, got -1"),
-        (
-            lambda: times_of(topology.ring(8)),
-            "ring has 8 workers, the cluster has 16",
-        ),
-        (
-            lambda: runtime.peers(CLUSTER, JOB, topology.ring(8), 3),
-            "ring has 8 workers, the cluster has 16",
-        ),
-        (
-            lambda: runtime.peers(CLUSTER, JOB, topology.complete(16), 3),
-            "peers need a topology of single workers, such as ring; got an exchange of",
-        ),
-        (lambda: runtime.peers(CLUSTER, JOB, EVERY[6], 3), "a topology of single work"),
+        (lambda: times_of(topology.ring(8)), "ring has 8 workers, the cluster has 16"),
+        (lambda: times_of(topology.ring), "got ring; call a function"),
         (lambda: times_of("all-reduce", num_steps=0), "num_steps must be positive"),
         (
             lambda: runtime.all_reduce(CLUSTER, JOB, 3, num_buckets=0),

@@ -44,7 +44,7 @@ def flags(**changes) -> Flags:
         between_latency="0s",
         inside_latency="0s",
         compute="65ms",
-        distribution="constant",
+        sigma=0.0,
         params="65M",
     )
     return changed(made, **changes)
@@ -162,25 +162,14 @@ def test_only_the_step_sends_parts_of_the_gradient_early(overlap, forward_share)
     assert given.job.forward_share == 0
 
 
-DISTRIBUTIONS = {
-    "constant": lambda random: np.full(8, 0.065),
-    "normal": lambda random: random.normal(0.065, 0.065 * 0.2, 8),
-    "gamma": lambda random: random.gamma(25.0, 0.065 / 25, 8),
-    "log_normal": lambda random: random.lognormal(
-        math.log(0.065 / math.sqrt(1.04)), math.sqrt(math.log(1.04)), 8
-    ),
-}
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_compute_times_follow_the_chosen_distribution(distribution):
-    job = flags(distribution=distribution, sigma=0.2).setting().job
-    wanted = DISTRIBUTIONS[distribution](np.random.default_rng((3, 5)))
+def test_compute_times_have_the_chosen_deviation():
+    job = flags(sigma=0.2).setting().job
+    wanted = np.random.default_rng((3, 5)).gamma(25.0, 0.065 / 25, 8)
     np.testing.assert_allclose(job.draw(5, 8, 3), wanted)
 
 
 def test_a_spread_that_nobody_gave_is_said():
-    told = flags(distribution="gamma")
+    told = flags(sigma=None)
     (line,) = told.setting().facts
     assert line.startswith("sigma = 0.05 is assumed")
     given = changed(told, sigma=0.05).setting()
@@ -208,8 +197,8 @@ def test_late_workers_are_late_by_the_given_time():
         ({"between_latency": "-1us"}, "between_latency must be a number with one of"),
         ({"inside_latency": "5"}, "inside_latency must be a number with one of"),
         ({"compute": "0ms"}, "compute time must be positive, got 0.0 s"),
-        ({"distribution": "gamma", "sigma": -0.1}, "sigma must not be negative, got"),
-        ({"distribution": "normal", "sigma": math.nan}, "sigma must not be negative"),
+        ({"sigma": -0.1}, "sigma must not be negative, got"),
+        ({"sigma": math.nan}, "sigma must not be negative"),
         ({"late_workers": 2}, "late_workers and late_by need each other, got 2 and 0s"),
         ({"late_by": "1s"}, "late_workers and late_by need each other, got 0 and 1s"),
         ({"late_workers": -1, "late_by": "1s"}, "must not be negative, got -1 and 1.0"),
@@ -491,7 +480,6 @@ def test_of_too_many_workers_nothing_is_said_of_consensus(monkeypatch):
 def test_a_step_is_what_is_computed_exposed_and_waited_for(workers_per_node, overlap):
     asked = flags(
         workers_per_node=workers_per_node,
-        distribution="gamma",
         sigma=0.3,
         between_latency="20us",
         overlap=overlap,
@@ -542,7 +530,7 @@ def test_a_step_is_the_mean_over_whole_periods():
 
 
 def test_the_seed_decides_what_is_drawn():
-    setting = flags(distribution="gamma").setting()
+    setting = flags(sigma=None).setting()
     config, made = fitting(16, 4)[0][0]
     first, again, other = (predict(setting, 5, seed) for seed in (0, 0, 1))
     assert first == again
@@ -582,7 +570,7 @@ def test_an_exchange_is_hidden_as_the_overlap_says(overlap, compute, wanted):
 
 
 def test_only_the_background_sends_bucket_by_bucket():
-    asked = flags(workers_per_node=1, distribution="gamma", sigma=0.5)
+    asked = flags(workers_per_node=1, sigma=0.5)
     asked = changed(asked, forward_share=0.3)
     made = {}
     for overlap in ("in_step", "background", "none"):
@@ -616,9 +604,8 @@ def test_a_step_that_waits_takes_the_measured_time():
     made = topology.exponential(16)
     asked = flags(compute="1ms", forward_share=1.0).setting()
     setting = changed(asked, measured={None: 0.4, made: 0.3})
-    assert setting.ratios(made, 1, 0) == pytest.approx(
-        (0.4 / 0.001, 0.75, 0.0), abs=1e-9
-    )
+    assert setting.gamma_and_sigma(1, 0) == pytest.approx((0.4 / 0.001, 0.0), abs=1e-9)
+    assert setting.omega(made) == pytest.approx(0.75)
     np.testing.assert_allclose(np.diff(setting.simulate(made, 4, 0).start, axis=0), 0.3)
     assert setting.exchange_seconds(None) == 0.4
     whole = setting.simulate(None, 4, 0).start
@@ -921,7 +908,7 @@ def test_tables_hold_what_each_scheme_takes_and_sends(monkeypatch, tmp_path, cap
 def test_with_all_reduce_the_best_topology_is_drawn_too(tmp_path, capsys):
     slow = [*ASKED, "--compute", "60s", "--steps", "10", "--out", str(tmp_path)]
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        assert program.main([*slow, "--distribution", "constant"]) == 0
+        assert program.main([*slow, "--sigma", "0"]) == 0
     assert "\nadvice: all-reduce\n" in capsys.readouterr().out
     written = advice_in(tmp_path)
     assert written["advice"]["choice"] == "all-reduce"

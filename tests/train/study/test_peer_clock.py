@@ -1,25 +1,25 @@
 """Simulated runs of peers that wait: what they mix, and when they are done."""
 
 import collections
-import dataclasses
 import math
 
 import numpy as np
 import pytest
 
+from benches import goodput
+from benches.goodput import WorkerFailures
 from decentjax import runtime, topology
 from decentjax.gossip import AutoPatience
-from decentjax.runtime import Cluster, Job, peer_rounds, peers
+from decentjax.runtime import Cluster, Job
 from decentjax.schedule import every
+from train.study.peer_clock import simulate_peers
 
 LATENCY = 2.0
 
 
 def cluster_of(num_workers, latency=0.0, rate=math.inf):
     return Cluster(
-        num_nodes=num_workers,
-        between_bytes_per_second=rate,
-        between_latency=latency,
+        num_nodes=num_workers, between_bytes_per_second=rate, between_latency=latency
     )
 
 
@@ -152,8 +152,17 @@ class SecondBySecond:
                 self.look(other, now)
 
 
+def mixed_in(run):
+    """Step, worker, peer and version of each model that is mixed, sorted."""
+    return sorted(
+        (one.step, one.worker, model.peer, model.step)
+        for one in run.records
+        for model in one.models
+    )
+
+
 def check(run, wanted):
-    assert run.mixed == sorted(wanted.mixed)
+    assert mixed_in(run) == sorted(wanted.mixed)
     assert run.steps == wanted.steps
     for worker, own in enumerate(run.steps):
         np.testing.assert_array_equal(
@@ -181,7 +190,8 @@ def test_rounds_with_a_quorum_are_those_of_a_loop_over_seconds(
     cluster = cluster_of(num_workers, LATENCY)
     job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
     for count in {1, num_workers // 2 + 1, num_workers}:
-        run = peer_rounds(cluster, job, schedule, 30, count=count, patience=patience)
+        waits = {"count": count, "patience": patience}
+        run = simulate_peers(cluster, job, schedule, 30, **waits)
         check(run, SecondBySecond(schedule, seconds, count, patience).play())
 
 
@@ -190,15 +200,16 @@ def test_rounds_with_a_quorum_are_those_of_a_loop_over_seconds(
 def test_peers_with_patience_are_those_of_a_loop_over_seconds(patience, num_workers):
     seconds = np.random.default_rng(num_workers).integers(1, 6, (40, num_workers))
     job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
-    graph = topology.ring(num_workers)
-    run = peers(cluster_of(num_workers, LATENCY), job, graph, 40, patience=patience)
-    check(run, SecondBySecond(every(graph, 1, 1), seconds, None, patience).play())
+    graph = every(topology.ring(num_workers), 1, 1)
+    cluster = cluster_of(num_workers, LATENCY)
+    run = simulate_peers(cluster, job, graph, 40, patience=patience)
+    check(run, SecondBySecond(graph, seconds, None, patience).play())
 
 
 def test_rounds_of_all_workers_take_the_time_of_rounds():
     schedule = every(topology.complete(5), 4)
     job = Job(model_bytes=1.0, compute=runtime.gamma(1.0, 0.3))
-    run = peer_rounds(cluster_of(5), job, schedule, 40, count=5)
+    run = simulate_peers(cluster_of(5), job, schedule, 40, count=5)
     wanted = runtime.rounds(cluster_of(5), job, schedule, 40)
     np.testing.assert_allclose(run.times.end, wanted.end)
     np.testing.assert_allclose(run.times.waiting, wanted.waiting, atol=1e-12)
@@ -209,12 +220,12 @@ def test_each_contribution_is_mixed_once_and_none_is_lost():
     schedule = every(topology.complete(4), 6, 2, [[0], [1], [2]])
     late = runtime.delayed(runtime.gamma(1.0, 0.5), 1, 5.0)
     job = Job(model_bytes=1.0, compute=late)
-    run = peer_rounds(cluster_of(4, 0.5), job, schedule, 300, count=2, patience=0.5)
+    run = simulate_peers(cluster_of(4, 0.5), job, schedule, 300, count=2, patience=0.5)
     fragments = schedule.fragments
     taken = collections.defaultdict(list)
-    for one in run.mixed:
-        group = fragments.index(schedule[one.version].sends.leaves)
-        taken[one.peer, one.worker, group].append(one.version)
+    for _, worker, peer, version in mixed_in(run):
+        group = fragments.index(schedule[version].sends.leaves)
+        taken[peer, worker, group].append(version)
     sent = {
         (i, group): [t for t in own if (x := schedule[t].sends) and x.leaves == leaves]
         for i, own in enumerate(run.steps)
@@ -233,11 +244,11 @@ def test_the_goodput_of_a_straggler_is_that_of_the_simulated_rounds():
     trace = np.tile(1 / np.array(speeds), (600, 1))
     job = Job(model_bytes=1.0, compute=runtime.trace(trace))
     schedule = every(topology.complete(4), 20)
-    run = peer_rounds(cluster_of(4), job, schedule, 600, count=3)
+    run = simulate_peers(cluster_of(4), job, schedule, 600, count=3)
     found = sum(map(len, run.steps)) / 4 / run.times.end[-1].mean()
-    never = runtime.WorkerFailures(seconds_between=math.inf, seconds_back=1.0)
-    more = {"step_seconds": 1.0, "round_steps": 20, "count": 3, "speeds": speeds}
-    wanted = runtime.goodput_of_quorum(4, never, num_seconds=6e3, **more)
+    never = WorkerFailures(seconds_between=math.inf, seconds_back=1, num_seconds=6e3)
+    rounds = {"step_seconds": 1.0, "round_steps": 20, "count": 3}
+    wanted = goodput.of_quorum(speeds, never, **rounds)
     assert found == pytest.approx(wanted, rel=0.02)
 
 
@@ -248,8 +259,9 @@ def test_a_patience_that_adapts_waits_for_jitter_and_not_for_a_straggler():
 
     def of(seconds, patience):
         job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
-        run = peer_rounds(cluster_of(4), job, schedule, 400, count=2, patience=patience)
-        in_time = sum(one.version == one.step for one in run.mixed)
+        waits = {"count": 2, "patience": patience}
+        run = simulate_peers(cluster_of(4), job, schedule, 400, **waits)
+        in_time = sum(step == version for step, _, _, version in mixed_in(run))
         return in_time, run.times.end[-1, :3].mean()
 
     all_mixed = 80 * 4 * 3
@@ -261,21 +273,84 @@ def test_a_patience_that_adapts_waits_for_jitter_and_not_for_a_straggler():
     assert adapts[1] < 1.03 * of(seconds, 0.0)[1] < 0.6 * patient[1]
 
 
-def test_what_no_run_of_peers_can_be_is_refused():
-    schedule, job = (
-        every(topology.ring(4), 2),
-        Job(model_bytes=1.0, compute=runtime.constant(1.0)),
+class TickByTick:
+    """Exchanges that wait for nobody, of whole seconds, one second after the other."""
+
+    def __init__(self, made, per_node, seconds):
+        self.per_node, self.seconds, self.made = per_node, seconds, made
+        self.edges = [
+            np.argwhere(w * (1 - np.eye(len(w))) > 0) for w in topology.matrices(made)
+        ]
+        self.busy, self.waiting, self.flying = {}, {}, []
+        self.there = {(i, j): [] for i, j in np.ndindex((made.num_workers,) * 2)}
+        self.mixed = []
+
+    def play(self):
+        ends = np.cumsum(self.seconds, 0)
+        for now in range(ends.max() + 1):
+            for step, worker in np.argwhere(ends == now).tolist():
+                self.mix(worker, step)
+            for arrival, edge, version in self.flying:
+                if arrival == now:
+                    self.there[edge].append(version)
+            for step, worker in np.argwhere(ends - self.seconds == now).tolist():
+                self.waiting |= {e: step for e in self.of_step(step) if e[1] == worker}
+            self.send(now)
+        return sorted(self.mixed)
+
+    def of_step(self, step):
+        return [(int(i), int(j)) for i, j in self.edges[step % self.made.period]]
+
+    def mix(self, worker, step):
+        for i, j in self.of_step(step):
+            if i == worker and (there := self.there[i, j]):
+                one = step if step in there else max(there)
+                self.mixed.append((step, i, j, one))
+                self.there[i, j] = [v for v in there if v > one]
+
+    def send(self, now):
+        """A model takes 2 s and 3 s more between nodes, and 1 s inside one."""
+        for i, j in list(self.waiting):
+            inside = i // self.per_node == j // self.per_node
+            ends = (i, j) if inside else (i // self.per_node, j // self.per_node)
+            cards = (inside, "in", ends[0]), (inside, "out", ends[1])
+            if all(self.busy.get(card, 0) <= now for card in cards):
+                end = now + (1 if inside else 2)
+                self.busy |= dict.fromkeys(cards, end)
+                late = 0 if inside else 3
+                self.flying.append((end + late, (i, j), self.waiting.pop((i, j))))
+
+
+@pytest.mark.parametrize("make", [topology.ring, topology.one_peer_exponential])
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node"), [(1, 1), (2, 1), (3, 1), (5, 1), (3, 2), (1, 3)]
+)
+def test_peers_mix_what_a_tick_by_tick_loop_has(num_nodes, per_node, make):
+    num_workers = num_nodes * per_node
+    cluster = Cluster(
+        num_nodes=num_nodes,
+        workers_per_node=per_node,
+        between_bytes_per_second=1.0,
+        between_latency=3.0,
+        inside_bytes_per_second=2.0,
     )
-    for count in (0, 5):
-        with pytest.raises(ValueError, match=f"count must be from 1 to 4, got {count}"):
-            peer_rounds(cluster_of(4), job, schedule, 4, count=count)
-    with pytest.raises(ValueError, match="has 4 workers, the cluster has 3"):
-        peer_rounds(cluster_of(3), job, schedule, 4, count=1)
-    with pytest.raises(ValueError, match="patience must not be negative, got -1"):
-        peers(cluster_of(4), job, topology.ring(4), 4, patience=-1.0)
-    nodes = every(topology.hierarchical(4, 2, topology.ring), 2)
-    with pytest.raises(ValueError, match="exchanges of single workers, got those of n"):
-        peer_rounds(cluster_of(4), job, nodes, 4, count=1)
-    slow = dataclasses.replace(job, compute=lambda *_: np.full(4, -1.0))
-    with pytest.raises(ValueError, match="not negative"):
-        peers(cluster_of(4), slow, topology.ring(4), 4)
+    made = make(num_workers)
+    seconds = np.random.default_rng(num_workers).integers(1, 6, (40, num_workers))
+    job = Job(model_bytes=2.0, compute=runtime.trace(seconds))
+    run = simulate_peers(cluster, job, every(made, 1, 1), 40)
+    times, mixed = run.times, mixed_in(run)
+    assert run.steps == [list(range(40))] * num_workers
+    assert mixed == TickByTick(made, per_node, seconds).play()
+    assert bool(mixed) == (num_workers > 1)
+    np.testing.assert_array_equal(times.end, np.cumsum(seconds, 0))
+    assert not any(x.any() for x in (times.waiting, times.exposed, times.exchange))
+
+
+def test_a_newer_model_replaces_one_that_waits():
+    cluster = Cluster(num_nodes=2, between_bytes_per_second=1.0)
+    job = Job(model_bytes=2.5, compute=runtime.constant(1.0))
+    mixed = mixed_in(simulate_peers(cluster, job, every(topology.ring(2), 1, 1), 8))
+    # Model 0 arrives at 2.5 s, in step 2. Then model 2 is sent, as 1 was replaced, and
+    # arrives at 5 s, as step 4 ends, too late for it, and model 5 replaces 4.
+    wanted = [(2, 0), (5, 2), (7, 5)]
+    assert mixed == [(t, i, 1 - i, v) for t, v in wanted for i in (0, 1)]
