@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from decentjax._core.collectives import names_of
+from decentjax._core.collectives import axis_names
 from decentjax._core.optimizer_state import folded, keys_in, map_keys
 from decentjax._core.slices import is_spec, lying, only
 from decentjax.placement import axis_of, check_mesh
@@ -267,7 +267,7 @@ def _check_divides(
     path: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> None:
     for dim, part in enumerate(spec):
-        size = math.prod(mesh.shape[name] for name in names_of(part))
+        size = math.prod(mesh.shape[name] for name in axis_names(part))
         if dim >= len(shape) or shape[dim] % size:
             raise ValueError(
                 f"{_name(path)} of shape {shape} is sharded as {spec}, but its dim "

@@ -19,7 +19,7 @@ AxisName = str | tuple[str, ...]
 Members = Sequence[Sequence[int]]
 
 
-def names_of(axes: AxisName | frozenset[str] | None) -> tuple[str, ...]:
+def axis_names(axes: AxisName | frozenset[str] | None) -> tuple[str, ...]:
     """The names of axes, as in an entry of a partition spec."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
@@ -39,7 +39,7 @@ def varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
     needs one type.
     """
     known = jax.typeof(x).manual_axis_type.varying
-    missing = checked_axes().intersection(names_of(axes)) - known
+    missing = checked_axes().intersection(axis_names(axes)) - known
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
