@@ -48,7 +48,7 @@ __all__ = [
     "top_k",
 ]
 
-Message = tuple[jax.Array, ...]
+Encoded = tuple[jax.Array, ...]
 
 
 class Codec(NamedTuple):
@@ -71,8 +71,8 @@ class Codec(NamedTuple):
     """
 
     name: str
-    encode: Callable[[jax.Array, jax.Array], Message]
-    decode: Callable[[Message, tuple[int, ...]], jax.Array]
+    encode: Callable[[jax.Array, jax.Array], Encoded]
+    decode: Callable[[Encoded, tuple[int, ...]], jax.Array]
     keeps: float = 0.0
 
 
@@ -212,7 +212,7 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
     of_values = values or exact()
 
-    def encode(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
         blocks = _in_blocks(x, min(block, x.size))
         # Rounded up, so that a small leaf does not send less; 0.07 * 100 is over 7.
         count = max(1, math.ceil(round(share * blocks.shape[1], 6)))
@@ -220,7 +220,7 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
         largest = jnp.take_along_axis(blocks, places, axis=1)
         return *of_values.encode(largest, key), places.astype(jnp.uint16)
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         *encoded, places = message
         largest = of_values.decode(tuple(encoded), places.shape)
         size, rows = math.prod(shape), jnp.arange(len(places))[:, None]
@@ -241,7 +241,7 @@ def exact() -> Codec:
       [4000, 1016]
     """
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         del shape
         return message[0].astype(sum_dtype(message[0]))  # They are added as decoded.
 
@@ -263,13 +263,13 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
         return codec
     message = PartitionSpec(axes)
 
-    def encode(x: jax.Array, key: jax.Array) -> Message:
-        def shard(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
+        def shard(x: jax.Array, key: jax.Array) -> Encoded:
             return codec.encode(x, jax.random.fold_in(key, lax.axis_index(axes)))
 
         return over_shards(shard, (sharding.spec, PartitionSpec()), message)(x, key)
 
-    def decode(coded: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(coded: Encoded, shape: tuple[int, ...]) -> jax.Array:
         shard = functools.partial(codec.decode, shape=sharding.shard_shape(shape))
         return over_shards(shard, (message,), sharding.spec)(coded)
 
@@ -282,7 +282,7 @@ def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
     The numbers are those of a leaf on one device; `on_shards` moves fewer.
     """
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         whole = functools.partial(codec.decode, shape=shape)
         return by_compiler(whole, specs_of(leaf))(message)
 
@@ -295,7 +295,7 @@ def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
     return tuple(axis for part in sharding.spec for axis in axis_names(part))
 
 
-def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
+def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Encoded:
     """The message of zeros; for a sharded leaf, outside of the mesh.
 
     Args:
@@ -381,7 +381,7 @@ def differences(
     weights = [one.weights for one in permutes]
     worker = lax.axis_index(axis_name)
 
-    def difference(number: int, leaf: jax.Array, message: Message) -> jax.Array:
+    def difference(number: int, leaf: jax.Array, message: Encoded) -> jax.Array:
         decode = on_whole(of_leaf(codec, number), leaf).decode
         own = decode(message, leaf.shape)
         if not came:
@@ -411,7 +411,7 @@ def mean_encoded(
     check_size(exchange, axis_name)
     gathered = _moved(lax.all_gather, coded, axis_name)
 
-    def mean(number: int, leaf: jax.Array, every: Message) -> jax.Array:
+    def mean(number: int, leaf: jax.Array, every: Encoded) -> jax.Array:
         decode = on_whole(of_leaf(codec, number), leaf).decode
 
         def add(worker: jax.Array, total: jax.Array) -> jax.Array:
@@ -467,7 +467,7 @@ def _quantizer(bits: int, block: int, to_nearest: bool = False) -> Codec:
     each, most, mask = 8 // bits, 2 ** (bits - 1) - 1, 2**bits - 1
     shifts = [bits * place for place in range(each)]
 
-    def encode(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
         blocks = _in_blocks(x, block)
         largest = jnp.max(jnp.abs(blocks), axis=1)
         scale = most / jnp.where(largest > 0, largest, 1)
@@ -482,7 +482,7 @@ def _quantizer(bits: int, block: int, to_nearest: bool = False) -> Codec:
             levels = functools.reduce(jnp.bitwise_or, parts)
         return levels, largest / most
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         levels, scales = message
         if each > 1:
             fields = jnp.stack([levels >> shift & mask for shift in shifts], 1).ravel()
@@ -503,7 +503,7 @@ def _once(x: jax.Array) -> jax.Array:
 
 
 def _narrow(dtype: DTypeLike) -> Codec:
-    def encode(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
         del key
         flat = x.ravel().astype(sum_dtype(x))
         largest = jnp.max(jnp.abs(flat), keepdims=True, initial=0)
@@ -511,7 +511,7 @@ def _narrow(dtype: DTypeLike) -> Codec:
         # As integers, which no compiler widens in transit.
         return lax.bitcast_convert_type(narrow, jnp.uint16), largest
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         bits, largest = message
         numbers = lax.bitcast_convert_type(bits, dtype).astype(largest.dtype)
         return (numbers * largest).reshape(shape)

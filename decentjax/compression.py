@@ -12,7 +12,7 @@ from decentjax._core.collectives import sum_dtype
 from decentjax.codec import (
     Codec,
     Codecs,
-    Message,
+    Encoded,
     empty_message,
     exact,
     mean_encoded,
@@ -24,7 +24,7 @@ from decentjax.codec import (
 from decentjax.exchange import Exchange, Groups
 from decentjax.schedule import Schedule
 
-__all__ = ["Compression", "copies", "drift", "error_feedback"]
+__all__ = ["copies", "drift", "error_feedback"]
 
 Leaves = dict[int, Any]
 """Leaves of a model, by their number in the order of `jax.tree.leaves`."""
@@ -136,7 +136,7 @@ class Compression:
         return self.kind.rate(of_leaf(self.codec, number)) if given is None else given
 
     def check_leaves(self, count: int) -> None:
-        """Raises a ValueError unless each leaf of a model has a codec and a sharding."""
+        """Raises a ValueError unless each leaf has a codec and a sharding."""
         codecs = None if isinstance(self.codec, Codec) else self.codec
         for wanted, each in (
             ("codec or None", codecs),
@@ -200,7 +200,9 @@ def error_feedback(
       keep: b, the part of the error that is sent later.
       rate: c, the averaging rate in (0, 1]; by default 1, or 1/2 for leaves whose codec
         keeps less than 0.9 of a number, as `int4`.
-      shards: see `Compression`.
+      shards: if a worker is a slice of the mesh, a `NamedSharding` for each leaf of one
+        model: each device encodes and sends only its shard. Without them leaves are
+        gathered and sent whole.
 
     Raises:
       ValueError: if a number is out of range, or the codec keeps too little.
@@ -235,7 +237,7 @@ def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:
     Args:
       codec: C, or that of each leaf, as in `error_feedback`.
       keep: b, the part of the error that is sent later.
-      shards: see `Compression`.
+      shards: see `error_feedback`.
 
     Raises:
       ValueError: if the number is out of range.
@@ -277,7 +279,7 @@ def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compres
       codec: C, or that of each leaf, as in `error_feedback`.
       rate: c, the averaging rate in (0, 1]; by default the codec's `keeps`, with which
         models came closer in each exchange over all graphs that we tried.
-      shards: see `Compression`.
+      shards: see `error_feedback`.
 
     Raises:
       ValueError: if the number is out of range, or required and missing.
@@ -351,7 +353,7 @@ class Coded(NamedTuple):
 
     memory: Leaves
     moved: Leaves
-    messages: dict[int, Message]
+    messages: dict[int, Encoded]
 
 
 def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import (
     AxisName,
-    Members,
+    WorkerGroups,
     all_gather,
     divided,
     is_mixed,
@@ -39,7 +39,6 @@ from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
 Routes = list[list[tuple[int, int]]]
-Weights = Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +350,7 @@ def from_share(x: jax.Array, mixed: jax.Array, how: LeafMixing) -> jax.Array:
     return mixed.astype(x.dtype)
 
 
-def _nodes(how: LeafMixing) -> Members:
+def _nodes(how: LeafMixing) -> WorkerGroups:
     local = how.exchange.workers_per_node
     return np.arange(how.exchange.num_workers).reshape(-1, local).tolist()
 
@@ -394,7 +393,7 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def _group_mean(x: jax.Array, groups: Members, how: LeafMixing) -> jax.Array:
+def _group_mean(x: jax.Array, groups: WorkerGroups, how: LeafMixing) -> jax.Array:
     size = len(groups[0])
     if size == 1:
         return x
@@ -453,7 +452,7 @@ def merged(x: jax.Array, models: Sequence[jax.Array], how: LeafMixing) -> jax.Ar
 
 
 def mix_arrived(
-    x: jax.Array, models: Sequence[jax.Array], weights: Weights
+    x: jax.Array, models: Sequence[jax.Array], weights: Sequence[float]
 ) -> jax.Array:
     """Averages a leaf with the received ones: `x + sum_k weights[k] (y_k - x)`.
 
@@ -499,8 +498,8 @@ def _combined(
     x: jax.Array,
     sent: jax.Array,
     models: Sequence[jax.Array],
-    own: Weights,
-    weights: Sequence[Weights],
+    own: Sequence[float],
+    weights: Sequence[Sequence[float]],
     node: jax.Array,
 ) -> jax.Array:
     """`x_i + sum_k weights[k][i] (models[k] - q_i)`, in the dtype of sums."""
@@ -512,7 +511,7 @@ def _combined(
 
 
 def weighted(
-    arrays: Sequence[jax.Array], weights: Sequence[Weights], node: jax.Array
+    arrays: Sequence[jax.Array], weights: Sequence[Sequence[float]], node: jax.Array
 ) -> jax.Array:
     """`sum_k weights[k][node] arrays[k]`."""
     distinct = {weight for of_nodes in weights for weight in of_nodes}

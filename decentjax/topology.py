@@ -14,6 +14,7 @@ import numpy as np
 
 from decentjax._core.base_k import Edges, base_k_rounds
 from decentjax._core.birkhoff import birkhoff
+from decentjax._core.butterfly import butterfly_hops, default_group_size
 from decentjax._core.public_names import names_of
 
 # "as" re-exports a name for type checkers.
@@ -310,31 +311,6 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
     return _topology("butterfly_groups", *rounds)
 
 
-def default_group_size(num_workers: int) -> int:
-    """Returns the default group size of `butterfly_groups`.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> topology.default_group_size(64)
-      8
-    """
-    return 2 ** (num_workers.bit_length() // 2)
-
-
-def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:
-    """Returns the distances in a group of `butterfly_groups`: partner = i XOR hop.
-
-    The members of a group exchange in pairs, in log2(group_size) hops.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> [topology.butterfly_hops(8, 4, step) for step in range(3)]
-      [[1, 2], [4, 1], [2, 4]]
-    """
-    bits, active = num_workers.bit_length() - 1, group_size.bit_length() - 1
-    return [1 << (step * active + r) % bits for r in range(active)]
-
-
 def random_matching(num_workers: int, period: int, seed: int) -> Topology:
     """Swaps in random pairs, 1/2 each; with an odd number of workers one is idle.
 
@@ -436,17 +412,19 @@ def alone(num_workers: int) -> Topology:
 
 
 def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Topology:
-    """The topology whose only exchange has the given mixing matrix.
+    """The topology whose exchanges have the given mixing matrices, in turn.
 
-    The exchange has only edges of the given matrix, and equals it to 1e-6 in each
-    entry. Rows and columns are scaled in turn, to correct sums in float32.
+    An exchange has only edges of its matrix, and equals it to 1e-6 in each entry. Rows
+    and columns are scaled in turn, to correct sums in float32.
 
     Args:
-      matrix: float [N, N], doubly stochastic to 1e-6, as from `matrices`.
+      matrix: float [N, N], or [period, N, N]; doubly stochastic to 1e-6, as from
+        `matrices`.
       name: name to print.
 
-    Raises: ValueError: if the matrix is not doubly stochastic, or no exchange is within
-    1e-6 of it.
+    Raises:
+      ValueError: if a matrix is not doubly stochastic, or no exchange is within 1e-6 of
+        it.
 
     Examples:
       >>> from decentjax import topology
@@ -454,39 +432,16 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
       >>> print(topology.matrices(graph)[0])
       [[0.75 0.25]
        [0.25 0.75]]
+      >>> swap, keep = [[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0, 1]]
+      >>> topology.from_matrix([swap, keep])
+      <Topology from_matrix: 2 workers, 0 to 1 peers each, period 2>
 
     Source: Sinkhorn and Knopp (1967), Concerning nonnegative matrices and doubly
     stochastic matrices.
     """
-    return _topology(name, _from_matrix(np.asarray(matrix, np.float64)))
-
-
-def from_matrices(
-    matrices: Iterable[np.ndarray | Sequence], name: str = "from_matrices"
-) -> Topology:
-    """The topology whose exchanges have the given mixing matrices, in turn.
-
-    Args:
-      matrices: matrices as of `from_matrix`, such as a float array [period, N, N].
-      name: name to print.
-
-    Raises:
-      ValueError: if a matrix is not doubly stochastic, or there is none.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> swap, keep = [[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0, 1]]
-      >>> topology.from_matrices([swap, keep])
-      <Topology from_matrices: 2 workers, 0 to 1 peers each, period 2>
-    """
-    if getattr(matrices, "ndim", 3) == 2:
-        raise ValueError(
-            "wanted matrices, [period, N, N], got one: take from_matrix for it"
-        )
-    graphs = [from_matrix(one) for one in matrices]
-    if not graphs:
-        raise ValueError("a topology has at least one exchange, got no matrix")
-    return Topology(name, tuple(graph[0] for graph in graphs))
+    given = np.asarray(matrix, np.float64)
+    each = given if given.ndim == 3 and len(given) else [given]
+    return _topology(name, *map(_from_matrix, each))
 
 
 def from_edges(

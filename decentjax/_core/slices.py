@@ -24,7 +24,7 @@ from jax.sharding import (
     PartitionSpec,
 )
 
-from decentjax._core.collectives import AxisName, checked_axes, axis_names
+from decentjax._core.collectives import AxisName, axis_names, checked_axes
 
 OfWorker = Callable[[Any, AxisName], Any]
 """Function of one worker's tree, and of the axis of the workers."""

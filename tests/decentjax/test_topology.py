@@ -971,7 +971,7 @@ def test_a_graph_has_as_many_workers_as_its_largest_number_says():
 
 def test_matrices_are_taken_in_turn():
     made = topology.one_peer_ring(6)
-    again = topology.from_matrices(topology.matrices(made), name="again")
+    again = topology.from_matrix(topology.matrices(made), name="again")
     np.testing.assert_allclose(
         topology.matrices(again), topology.matrices(made), atol=1e-12
     )
@@ -986,8 +986,8 @@ def test_matrices_are_taken_in_turn():
         (lambda: topology.from_edges([(-1, 2)]), r"from 0 to 2, got \(-1, 2\)"),
         (lambda: topology.from_adjacency([[0, 1], [0, 0]]), "symmetric, .* from_matr"),
         (lambda: topology.from_adjacency([[0, 1]]), r"square, got shape \(1, 2\)"),
-        (lambda: topology.from_matrices([]), "at least one exchange, got no matrix"),
-        (lambda: topology.from_matrices([[[1, 1]]]), "must be square"),
+        (lambda: topology.from_matrix([]), r"must be square, got shape \(0,\)"),
+        (lambda: topology.from_matrix([[[1, 1]]]), "must be square"),
         (lambda: topology.hypercube(6), "base_k takes any number of workers"),
         (lambda: topology.complete(65).to_svg(), "65 workers are too many to draw"),
     ],
