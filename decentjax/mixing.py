@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import (
     AxisName,
-    WorkerGroups,
+    Grouping,
     all_gather,
     divided,
     is_mixed,
@@ -350,7 +350,7 @@ def from_share(x: jax.Array, mixed: jax.Array, how: LeafMixing) -> jax.Array:
     return mixed.astype(x.dtype)
 
 
-def _nodes(how: LeafMixing) -> WorkerGroups:
+def _nodes(how: LeafMixing) -> Grouping:
     local = how.exchange.workers_per_node
     return np.arange(how.exchange.num_workers).reshape(-1, local).tolist()
 
@@ -393,7 +393,7 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def _group_mean(x: jax.Array, groups: WorkerGroups, how: LeafMixing) -> jax.Array:
+def _group_mean(x: jax.Array, groups: Grouping, how: LeafMixing) -> jax.Array:
     size = len(groups[0])
     if size == 1:
         return x
