@@ -30,10 +30,6 @@ OfWorker = Callable[[Any, AxisName], Any]
 """Function of one worker's tree, and of the axis of the workers."""
 
 
-def is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
 def specs_of(tree: Any) -> Any:
     """The sharding of arrays on explicit axes, by their types."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
@@ -53,22 +49,21 @@ def lying(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """
     if not mesh.explicit_axes:
         return tree
-    said = jax.tree.map(
-        lambda spec: NamedSharding(mesh, only(spec, mesh.explicit_axes)),
-        specs,
-        is_leaf=is_spec,
-    )
-    return jax.sharding.reshard(tree, said)
+
+    def said(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, only(spec, mesh.explicit_axes))
+
+    return jax.sharding.reshard(tree, jax.tree.map(said, specs))
 
 
 def with_rows(stacked: Any, axes: AxisName, mesh: Mesh | AbstractMesh) -> Any:
     """Partition specs of stacked arrays: a row on each slice, sharded as before."""
     inside = set(mesh.explicit_axes).difference(axis_names(axes))
-    return jax.tree.map(
-        lambda spec: PartitionSpec(axes, *only(spec[1:], inside)),
-        specs_of(stacked),
-        is_leaf=is_spec,
-    )
+
+    def row(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(axes, *only(spec[1:], inside))
+
+    return jax.tree.map(row, specs_of(stacked))
 
 
 def first_row(x: jax.Array) -> jax.Array:
@@ -193,9 +188,7 @@ def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
             return function(tree, axis_name)
         mesh = jax.sharding.get_abstract_mesh()
 
-        def one(tree: Any) -> Any:
-            return function(tree, axis_name)
-
+        one = functools.partial(function, axis_name=axis_name)
         specs = specs_of(tree)
         if shards is not None:
             return lying(over_shards(one, (shards,), shards)(tree), specs, mesh)
@@ -256,7 +249,7 @@ def _of_stacked(
     """Applies it to all workers' arrays, by collectives if each slice has a row."""
     mesh, specs = mesh_of(stacked), specs_of(stacked)
     size = jax.tree.leaves(stacked)[0].shape[0]
-    typed = {spec[0] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if spec}
+    typed = {spec[0] for spec in jax.tree.leaves(specs) if spec}
     axes = next(filter(None, [*typed, *spmd]), None)
     if axes is None or math.prod(mesh.shape[name] for name in axis_names(axes)) != size:
         mapped = jax.vmap(lambda x: function(x, axis_name), axis_name=axis_name)
@@ -285,9 +278,7 @@ def by_compiler(function: Callable, out_specs: Any) -> Callable:
         mesh = mesh_of(args)
         if not mesh.explicit_axes:
             return function(*args)
-        lies = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=is_spec
-        )
+        lies = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
         free = jax.sharding.auto_axes(axes=mesh.explicit_axes, out_sharding=lies)
         return free(function)(*args)
 
