@@ -270,8 +270,8 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
         return over_shards(shard, (sharding.spec, PartitionSpec()), message)(x, key)
 
     def decode(coded: Encoded, shape: tuple[int, ...]) -> jax.Array:
-        shard = functools.partial(codec.decode, shape=sharding.shard_shape(shape))
-        return over_shards(shard, (message,), sharding.spec)(coded)
+        local, spec = sharding.shard_shape(shape), sharding.spec
+        return over_shards(lambda x: codec.decode(x, local), (message,), spec)(coded)
 
     return codec._replace(encode=encode, decode=decode)
 
@@ -283,8 +283,8 @@ def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
     """
 
     def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
-        whole = functools.partial(codec.decode, shape=shape)
-        return by_compiler(whole, specs_of(leaf))(message)
+        whole = by_compiler(lambda one: codec.decode(one, shape), specs_of(leaf))
+        return whole(message)
 
     encode = by_compiler(codec.encode, PartitionSpec())
     return codec._replace(encode=encode, decode=decode)

@@ -188,7 +188,9 @@ def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
             return function(tree, axis_name)
         mesh = jax.sharding.get_abstract_mesh()
 
-        one = functools.partial(function, axis_name=axis_name)
+        def one(tree: Any) -> Any:
+            return function(tree, axis_name)
+
         specs = specs_of(tree)
         if shards is not None:
             return lying(over_shards(one, (shards,), shards)(tree), specs, mesh)
