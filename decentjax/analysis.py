@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import html
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -242,7 +241,7 @@ class GraphRow(NamedTuple):
 
 
 class GraphTable(tuple[GraphRow, ...]):
-    """Rows of graphs; prints as a table, also in a notebook.
+    """Rows of graphs; prints as a table.
 
     `pandas.DataFrame(table)` has a column for each field.
 
@@ -255,39 +254,26 @@ class GraphTable(tuple[GraphRow, ...]):
     """
 
     def __str__(self) -> str:
-        cells = [_HEADS, *(_cells(row) for row in self)]
+        cells = [_HEADS, *map(_cells, self)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        justified = [str.ljust, *[str.rjust] * (len(_HEADS) - 1)]
         lines = [
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [x.rjust(n) for x, n in zip(row[1:], widths[1:], strict=True)]
-            )
+            "  ".join(f(x, n) for f, x, n in zip(justified, row, widths, strict=True))
             for row in cells
         ]
-        return "\n".join(lines + self._remarks())
+        lines += [
+            f"{row.name}: not connected, so its models never agree."
+            for row in self
+            if not row.connected
+        ]
+        return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def line(cells: Iterable[str], tag: str) -> str:
-            inner = "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells)
-            return f"<tr>{inner}</tr>"
-
-        body = "".join(line(_cells(row), "td") for row in self)
-        remarks = "".join(f"<p>{html.escape(x)}</p>" for x in self._remarks())
-        return f"<table>{line(_HEADS, 'th')}{body}</table>{remarks}"
 
     def to_csv(self, path: Path | str) -> None:
         """Writes the rows, with the names of the fields as a head."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([GraphRow._fields, *self])
-
-    def _remarks(self) -> list[str]:
-        return [
-            f"{row.name}: not connected, so its models never agree."
-            for row in self
-            if not row.connected
-        ]
 
 
 _HEADS = [

@@ -155,10 +155,6 @@ class Exchange:
     def num_workers(self) -> int:
         return self.between.size * self.workers_per_node
 
-    @property
-    def num_nodes(self) -> int:
-        return self.between.size
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Topology:

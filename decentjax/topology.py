@@ -455,8 +455,9 @@ def from_edges(
     worker i, and `W[i, i] = 1 - sum_j W[i, j]`.
 
     Args:
-      edges: pairs of workers, in any order, or a graph of networkx; (i, j) and (j, i)
-        are one edge, and weights do not count.
+      edges: pairs of workers, in any order, such as `np.argwhere(np.triu(a, 1))` of an
+        adjacency a, or a graph of networkx; (i, j) and (j, i) are one edge, and weights
+        do not count.
       num_workers: N; by default one more than the largest number, or the number of
         nodes of the graph.
       name: name to print.
@@ -506,43 +507,6 @@ def from_edges(
     degrees = np.bincount(np.array(pairs, int).ravel(), minlength=num_workers)
     weighted = [(i, j, 1 / (1 + max(degrees[i], degrees[j]))) for i, j in pairs]
     return _topology(name, _from_edges(num_workers, weighted))
-
-
-def from_adjacency(adjacency: Any, name: str = "from_adjacency") -> Topology:
-    """The topology of an undirected graph, with Metropolis weights, see `from_edges`.
-
-    Args:
-      adjacency: [N, N], symmetric, also sparse: i and j are peers where it is not zero.
-        Its diagonal does not count, nor do weights.
-      name: name to print.
-
-    Raises:
-      ValueError: if it is not square, or not symmetric.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> graph = topology.from_adjacency([[0, 1, 1], [1, 0, 1], [1, 1, 0]])
-      >>> graph == topology.from_edges([(0, 1), (1, 2), (0, 2)], name=graph.name)
-      True
-    """
-    dense = adjacency.toarray() if hasattr(adjacency, "toarray") else adjacency
-    joined = np.asarray(dense) != 0
-    if np.isnan(np.asarray(dense, float)).any():
-        raise ValueError("an adjacency has numbers for all pairs, got NaN")
-    if joined.ndim != 2 or len(joined) != len(joined.T) or not joined.size:
-        raise ValueError(
-            f"an adjacency must be square, got shape {joined.shape}; from_edges takes "
-            "graphs of networkx"
-        )
-    one_way = np.argwhere(joined & ~joined.T)
-    if len(one_way):
-        i, j = one_way[0].tolist()
-        raise ValueError(
-            f"an adjacency must be symmetric, got an edge at [{i}, {j}] and none at "
-            f"[{j}, {i}]: directed graphs need weights of their own, see from_matrix"
-        )
-    edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(joined, 1))]
-    return from_edges(edges, len(joined), name)
 
 
 def damped(topology: Topology, factor: float) -> Topology:

@@ -296,7 +296,6 @@ CALLS = [
         lambda: topology.from_edges([("a", "b")]),
         "node_labels_to_integers, got ",
     ),
-    (lambda: topology.from_adjacency([[0, np.nan], [np.nan, 0]]), "pairs, got NaN"),
     (lambda: analysis.compare(RING, RING), "got <Topology ring: .* as a list"),
     (lambda: analysis.compare(RING, -1), "a number above 0, got -1"),
     (lambda: analysis.compare(policy.fixed(RING)), "got Policy; of a policy give its"),
