@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import html
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +22,8 @@ from decentjax.exchange import (
     messages_of,
     workers_of,
 )
+
+__all__ = ["compare", "consensus_factor", "exact_after", "plot", "traffic"]
 
 ROUNDING = 1e-12  # Of products of mixing matrices.
 
@@ -156,8 +157,7 @@ def exact_after(topology: Topology) -> int | None:
       None
     """
     check_topology(topology)
-    values = np.random.default_rng(0).standard_normal((topology.num_workers, 8))
-    values -= values.mean(0)
+    values = _random_models(topology, 8)
     distance = np.abs(values).max()
     # One worker is its own mean.
     if distance == 0:
@@ -165,7 +165,7 @@ def exact_after(topology: Topology) -> int | None:
     for step in range(max(2 * topology.period, topology.num_workers)):
         values = apply(topology[step], values)
         before, distance = distance, np.abs(values).max()
-        if distance < 1e-12:
+        if distance < ROUNDING:
             return step + 1 if distance < 1e-6 * before else None
     return None
 
@@ -195,77 +195,17 @@ def traffic(
     if workers_per_node is None:
         workers_per_node = topology[0].workers_per_node
     count_nodes(topology.num_workers, workers_per_node)  # Raises.
-    return [
-        _exchange_traffic(exchange, model_bytes, workers_per_node)
-        for exchange in topology
-    ]
-
-
-def consensus_curve(topology: Topology, num_steps: int) -> np.ndarray:
-    """Returns the consensus distance after each exchange, of random models.
-
-    The root mean square distance of the models to their mean, over that before the
-    first exchange, [T + 1]; 0 for one worker.
-
-    Examples:
-      >>> from decentjax import analysis, topology
-      >>> print(analysis.consensus_curve(topology.complete(4), 2).round(3))
-      [1. 0. 0.]
-    """
-    check_topology(topology)
-    check_whole("num_steps", num_steps)
-    if num_steps < 0:
-        raise ValueError(f"num_steps must be at least 0, got {num_steps}")
-    values = np.random.default_rng(0).standard_normal((topology.num_workers, 64))
-    values -= values.mean(0)
-    curve = [np.linalg.norm(values)]
-    for step in range(num_steps):
-        values = apply(topology[step], values)
-        curve.append(np.linalg.norm(values - values.mean(0)))
-    # What is left of an exact mean is rounding.
-    curve = np.where(np.array(curve) < 1e-12 * (curve[0] + 1), 0.0, curve)
-    return curve / (curve[0] or 1.0)
-
-
-def effective_neighbors(topology: Topology, decay: float) -> float:
-    """Returns how many workers' noise a worker averages out: 1 alone, N over all.
-
-    With white noise and `y <- sqrt(decay) y + noise` on each worker alone, `z <- W
-    (sqrt(decay) z + noise)` over the topology, it is the ratio of the variances of y
-    and z at rest, `(1 / (1 - decay)) / sum_t decay^(t-1) |W_t ... W_1|_F^2 / N`.
-    Learning with a low rate has a decay near 1.
-
-    Args:
-      topology: exchanges that are taken in turn.
-      decay: in [0, 1).
-
-    Raises:
-      ValueError: for another decay.
-
-    Examples:
-      >>> from decentjax import analysis, topology
-      >>> round(analysis.effective_neighbors(topology.complete(8), decay=0.9), 2)
-      8.0
-      >>> round(analysis.effective_neighbors(topology.ring(8), decay=0.9), 2)
-      5.92
-
-    Source: Vogels, Hendrikx, Jaggi, Beyond Spectral Gap (2022).
-    """
-    check_topology(topology)
-    if not 0 <= decay < 1:
-        raise ValueError(f"decay must be in [0, 1), got {decay}")
-    product, total, size, step = np.eye(topology.num_workers), 0.0, 0.0, 0
-    is_over = False
-    while not is_over:
-        product = apply(topology[step], product)
-        before, size = size, float((product**2).mean(0).sum())
-        total += decay**step * size
-        step += 1
-        # From here on it stays as it is, or no longer matters.
-        is_still = step > 2 * topology.period and abs(size - before) < ROUNDING
-        is_over = is_still or decay**step < ROUNDING * (1 - decay)
-    rest = decay**step / (1 - decay) * size
-    return 1 / (1 - decay) / (total + rest)
+    per_node, found = workers_per_node, []
+    for exchange in topology:
+        messages, sent = np.zeros((2, topology.num_workers))
+        node_sent = np.zeros(topology.num_workers // per_node)
+        for one in stages(exchange):
+            np.add.at(messages, one.senders, one.rounds)
+            np.add.at(sent, one.senders, one.part * model_bytes)
+            nodes, targets = one.senders // per_node, one.receivers // per_node
+            np.add.at(node_sent, nodes[nodes != targets], one.part * model_bytes)
+        found.append(Traffic(messages.astype(int), sent, node_sent))
+    return found
 
 
 class GraphRow(NamedTuple):
@@ -301,7 +241,7 @@ class GraphRow(NamedTuple):
 
 
 class GraphTable(tuple[GraphRow, ...]):
-    """Rows of graphs; prints as a table, also in a notebook.
+    """Rows of graphs; prints as a table.
 
     `pandas.DataFrame(table)` has a column for each field.
 
@@ -314,39 +254,26 @@ class GraphTable(tuple[GraphRow, ...]):
     """
 
     def __str__(self) -> str:
-        cells = [_HEADS, *(_cells(row) for row in self)]
+        cells = [_HEADS, *map(_cells, self)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        justified = [str.ljust, *[str.rjust] * (len(_HEADS) - 1)]
         lines = [
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [x.rjust(n) for x, n in zip(row[1:], widths[1:], strict=True)]
-            )
+            "  ".join(f(x, n) for f, x, n in zip(justified, row, widths, strict=True))
             for row in cells
         ]
-        return "\n".join([*lines, *self._remarks()])
+        lines += [
+            f"{row.name}: not connected, so its models never agree."
+            for row in self
+            if not row.connected
+        ]
+        return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def line(cells: Iterable[str], tag: str) -> str:
-            inner = "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells)
-            return f"<tr>{inner}</tr>"
-
-        body = "".join(line(_cells(row), "td") for row in self)
-        remarks = "".join(f"<p>{html.escape(x)}</p>" for x in self._remarks())
-        return f"<table>{line(_HEADS, 'th')}{body}</table>{remarks}"
 
     def to_csv(self, path: Path | str) -> None:
         """Writes the rows, with the names of the fields as a head."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([GraphRow._fields, *self])
-
-    def _remarks(self) -> list[str]:
-        return [
-            f"{row.name}: not connected, so its models never agree."
-            for row in self
-            if not row.connected
-        ]
 
 
 _HEADS = [
@@ -403,6 +330,9 @@ def plot(
 ) -> Any:
     """Draws the consensus distance by exchange; returns matplotlib's axes.
 
+    That of random models: the root mean square distance to their mean, over that before
+    the first exchange.
+
     Args:
       topologies: the topologies.
       num_steps: number of exchanges; by default three of the longest periods, and at
@@ -410,6 +340,7 @@ def plot(
 
     Raises:
       ModuleNotFoundError: without matplotlib, which is no requirement of this package.
+      ValueError: if the number of exchanges is negative.
 
     Examples:
       >>> from decentjax import analysis, topology
@@ -422,16 +353,35 @@ def plot(
             "a figure needs matplotlib: pip install matplotlib"
         ) from error
     given = _listed(topologies)
-    longest = max((one.period for one in given), default=1)
-    steps = np.arange((num_steps or max(20, 3 * longest)) + 1)
+    if num_steps is None:
+        num_steps = max([20, *(3 * one.period for one in given)])
+    check_whole("num_steps", num_steps)
+    if num_steps < 0:
+        raise ValueError(f"num_steps must be at least 0, got {num_steps}")
     axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
     for one in given:
-        curve = consensus_curve(one, int(steps[-1]))
-        # An exact mean ends the curve: a logarithm has no place for it.
-        axes.plot(steps, np.where(curve > 0, curve, math.nan), ".-", label=one.name)
+        axes.plot(_consensus_curve(one, num_steps), ".-", label=one.name)
     axes.set(yscale="log", xlabel="exchange", ylabel="consensus distance")
     axes.legend()
     return axes
+
+
+def _consensus_curve(topology: Topology, num_steps: int) -> np.ndarray:
+    """The distance after each exchange, [T + 1], NaN from an exact mean on."""
+    values = _random_models(topology, 64)
+    curve = [np.linalg.norm(values)]
+    for step in range(num_steps):
+        values = apply(topology[step], values)
+        curve.append(np.linalg.norm(values - values.mean(0)))
+    # What is left of an exact mean is rounding, and a logarithm has no place for it.
+    distances, least = np.array(curve), ROUNDING * (curve[0] + 1)
+    return np.where(distances < least, math.nan, distances) / (curve[0] or 1.0)
+
+
+def _random_models(topology: Topology, size: int) -> np.ndarray:
+    """Models whose mean is zero, [N, size]."""
+    values = np.random.default_rng(0).standard_normal((topology.num_workers, size))
+    return values - values.mean(0)
 
 
 def _listed(topologies: Iterable[Topology] | Topology) -> list[Topology]:
@@ -474,19 +424,6 @@ def _period_product(topology: Topology) -> np.ndarray:
     for exchange in topology:
         product = apply(exchange, product)
     return product
-
-
-def _exchange_traffic(exchange: Exchange, model: float, per_node: int) -> Traffic:
-    num_workers = exchange.num_workers
-    messages, sent = np.zeros(num_workers, int), np.zeros(num_workers)
-    node_sent = np.zeros(num_workers // per_node)
-    for transfer in stages(exchange):
-        num_bytes = transfer.part * model
-        np.add.at(messages, transfer.senders, transfer.rounds)
-        np.add.at(sent, transfer.senders, num_bytes)
-        nodes, targets = transfer.senders // per_node, transfer.receivers // per_node
-        np.add.at(node_sent, nodes[nodes != targets], num_bytes)
-    return Traffic(messages, sent, node_sent)
 
 
 def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:

@@ -16,7 +16,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax._core.collectives import AxisName, permute, sum_dtype, varying_as
+from decentjax._core.collectives import (
+    AxisName,
+    axis_names,
+    permute,
+    sum_dtype,
+    varying_as,
+)
 from decentjax._core.joining import in_joined
 from decentjax._core.public_names import names_of
 from decentjax._core.slices import by_compiler, on_own_slice, over_shards, specs_of
@@ -42,9 +48,7 @@ __all__ = [
     "top_k",
 ]
 
-Message = tuple[jax.Array, ...]
-Noise = Callable[[jax.Array, int], jax.Array]
-"""Maps (key, size) to numbers in [0, 1), which are added before truncation."""
+Encoded = tuple[jax.Array, ...]
 
 
 class Codec(NamedTuple):
@@ -67,8 +71,8 @@ class Codec(NamedTuple):
     """
 
     name: str
-    encode: Callable[[jax.Array, jax.Array], Message]
-    decode: Callable[[Message, tuple[int, ...]], jax.Array]
+    encode: Callable[[jax.Array, jax.Array], Encoded]
+    decode: Callable[[Encoded, tuple[int, ...]], jax.Array]
     keeps: float = 0.0
 
 
@@ -77,13 +81,7 @@ Codecs = Codec | tuple[Codec, ...]
 
 
 def of_leaf(codec: Codecs, number: int) -> Codec:
-    """The codec of a leaf, by its number.
-
-    Examples:
-      >>> from decentjax import codec
-      >>> codec.of_leaf((codec.exact(), codec.int4()), 1).name
-      'int4 in blocks of 64'
-    """
+    """The codec of a leaf, by its number."""
     return codec if isinstance(codec, Codec) else codec[number]
 
 
@@ -140,16 +138,7 @@ def int8(block: int = 256) -> Codec:
 
     Source: the quantization of Alistarh et al., QSGD (2017), by blocks.
     """
-    _check_block(block)
-
-    def encode(x: jax.Array, key: jax.Array) -> Message:
-        return _quantized(x, key, block, 127, _uniform)
-
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
-        levels, scales = message
-        return _scaled(levels, scales, block).reshape(shape)
-
-    return Codec(f"int8 in blocks of {block}", encode, decode, keeps=1 - 1 / 127)
+    return _quantizer(8, block)
 
 
 @functools.cache
@@ -167,7 +156,7 @@ def int4(block: int = 64) -> Codec:
       >>> codec.num_bytes(codec.int4(block=64), (64,))
       36
     """
-    return _packed(4, block, _uniform)
+    return _quantizer(4, block)
 
 
 @functools.cache
@@ -190,7 +179,7 @@ def int2(block: int = 64) -> Codec:
       >>> print(int2.decode(int2.encode(x, jax.random.key(0)), x.shape))
       [ 0. -1.  1.  0.]
     """
-    return _packed(2, block, _half)
+    return _quantizer(2, block, to_nearest=True)
 
 
 @functools.cache
@@ -223,7 +212,7 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
     of_values = values or exact()
 
-    def encode(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
         blocks = _in_blocks(x, min(block, x.size))
         # Rounded up, so that a small leaf does not send less; 0.07 * 100 is over 7.
         count = max(1, math.ceil(round(share * blocks.shape[1], 6)))
@@ -231,7 +220,7 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
         largest = jnp.take_along_axis(blocks, places, axis=1)
         return *of_values.encode(largest, key), places.astype(jnp.uint16)
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         *encoded, places = message
         largest = of_values.decode(tuple(encoded), places.shape)
         size, rows = math.prod(shape), jnp.arange(len(places))[:, None]
@@ -252,7 +241,7 @@ def exact() -> Codec:
       [4000, 1016]
     """
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         del shape
         return message[0].astype(sum_dtype(message[0]))  # They are added as decoded.
 
@@ -268,29 +257,21 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
     Args:
       codec: the codec of each shard.
       sharding: sharding of one worker's leaf.
-
-    Examples:
-      >>> import jax
-      >>> from jax.sharding import NamedSharding, PartitionSpec
-      >>> from decentjax import codec
-      >>> mesh = jax.make_mesh((1, 1), ("workers", "model"))
-      >>> sharding = NamedSharding(mesh, PartitionSpec("model", None))
-      >>> int8_of_shards = codec.on_shards(codec.int8(), sharding)
     """
     axes = axes_of(sharding)
     if not axes:
         return codec
-    leaf, message = sharding.spec, PartitionSpec(axes)
+    message = PartitionSpec(axes)
 
-    def encode(x: jax.Array, key: jax.Array) -> Message:
-        def shard(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
+        def shard(x: jax.Array, key: jax.Array) -> Encoded:
             return codec.encode(x, jax.random.fold_in(key, lax.axis_index(axes)))
 
-        return over_shards(shard, (leaf, PartitionSpec()), message)(x, key)
+        return over_shards(shard, (sharding.spec, PartitionSpec()), message)(x, key)
 
-    def decode(coded: Message, shape: tuple[int, ...]) -> jax.Array:
-        local = sharding.shard_shape(shape)
-        return over_shards(lambda x: codec.decode(x, local), (message,), leaf)(coded)
+    def decode(coded: Encoded, shape: tuple[int, ...]) -> jax.Array:
+        local, spec = sharding.shard_shape(shape), sharding.spec
+        return over_shards(lambda x: codec.decode(x, local), (message,), spec)(coded)
 
     return codec._replace(encode=encode, decode=decode)
 
@@ -299,55 +280,28 @@ def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
     """The codec of a leaf that is sharded by its type, and gathered to be encoded.
 
     The numbers are those of a leaf on one device; `on_shards` moves fewer.
-
-    Args:
-      codec: the codec of the leaf.
-      leaf: the leaf.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax import codec
-      >>> codec.on_whole(codec.int8(), jnp.ones(3)).name
-      'int8 in blocks of 256'
     """
-    spec = specs_of(leaf)
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
-        return by_compiler(lambda x: codec.decode(x, shape), spec)(message)
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
+        whole = by_compiler(lambda one: codec.decode(one, shape), specs_of(leaf))
+        return whole(message)
 
     encode = by_compiler(codec.encode, PartitionSpec())
     return codec._replace(encode=encode, decode=decode)
 
 
 def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
-    """The axes of the mesh over which a leaf is sharded.
-
-    Examples:
-      >>> import jax
-      >>> from jax.sharding import NamedSharding, PartitionSpec
-      >>> from decentjax import codec
-      >>> mesh = jax.make_mesh((1, 1), ("workers", "model"))
-      >>> codec.axes_of(NamedSharding(mesh, PartitionSpec(None, "model")))
-      ('model',)
-    """
-    parts = [x if isinstance(x, tuple) else (x,) for x in sharding.spec if x]
-    return tuple(axis for part in parts for axis in part)
+    """The axes of the mesh over which a leaf is sharded."""
+    return tuple(axis for part in sharding.spec for axis in axis_names(part))
 
 
-def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
+def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Encoded:
     """The message of zeros; for a sharded leaf, outside of the mesh.
 
     Args:
       codec: the codec of the leaf, or of each shard.
       leaf: the leaf.
       sharding: its sharding, or None.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax import codec
-      >>> levels, scales = codec.empty_message(codec.int8(), jnp.ones(300), None)
-      >>> levels.shape, scales.shape
-      ((300,), (2,))
     """
     shape, count = leaf.shape, 1
     if sharding is not None:
@@ -395,41 +349,27 @@ def mix_encoded(
       The differences, by number.
 
     Raises:
-      ValueError: if the exchange has nodes of several workers, or the axis a different
-        size.
-
-    Examples:
-      >>> import functools
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import codec, topology
-      >>> average = functools.partial(
-      ...     codec.mix_encoded, codec=codec.exact(), axis_name="workers"
-      ... )
-      >>> def worker(x):
-      ...     return x + average({0: (x, (x,))}, topology.complete(2)[0])[0]
-      >>> print(jax.vmap(worker, axis_name="workers")(jnp.array([1.0, 3.0])))
-      [2. 2.]
+      ValueError: if the axis has a different size.
     """
-    check_encodable(exchange)
     check_size(exchange, axis_name)
-    messages, came = _messages(coded), []
-    for pairs in routes_of(as_permutations(exchange)):
 
-        def exchanged(messages: Any, axis_name: AxisName, pairs=pairs) -> Any:
+    def sent(pairs: Sequence[tuple[int, int]]) -> Any:
+        def move(x: jax.Array, axis_name: AxisName) -> jax.Array:
             whole = functools.partial(permute, pairs=pairs, axis_name=axis_name)
-            size = lowering.piece_bytes
-            move = functools.partial(in_pieces, whole, piece_bytes=size)
-            return _moved(move, messages)
+            return in_pieces(whole, x, lowering.piece_bytes)
 
-        came.append(on_own_slice(exchanged, messages, axis_name))
-    return _differences(coded, came, exchange, codec, axis_name)
+        return _moved(move, coded, axis_name)
+
+    came = [sent(pairs) for pairs in routes_of(as_permutations(exchange))]
+    return differences(coded, came, exchange, codec, axis_name)
 
 
-def _messages(coded: Any) -> Any:
+def only_messages(coded: Any) -> Any:
+    """The messages of a dict of (leaf, message), by number."""
     return {number: message for number, (_, message) in coded.items()}
 
 
-def _differences(
+def differences(
     coded: Any,
     came: Sequence[Any],
     exchange: Exchange,
@@ -441,7 +381,7 @@ def _differences(
     weights = [one.weights for one in permutes]
     worker = lax.axis_index(axis_name)
 
-    def difference(number: int, leaf: jax.Array, message: Message) -> jax.Array:
+    def difference(number: int, leaf: jax.Array, message: Encoded) -> jax.Array:
         decode = on_whole(of_leaf(codec, number), leaf).decode
         own = decode(message, leaf.shape)
         if not came:
@@ -465,35 +405,13 @@ def mean_encoded(
       codec: as in `mix_encoded`.
       axis_name: mapped axis of the workers.
 
-    Returns:
-      The means, by number.
-
     Raises:
       ValueError: if the size of the axis differs.
-
-    Examples:
-      >>> import functools
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import codec, topology
-      >>> mean = functools.partial(
-      ...     codec.mean_encoded, codec=codec.exact(), axis_name="workers"
-      ... )
-      >>> def worker(x):
-      ...     return mean({0: (x, (x,))}, topology.complete(2)[0])[0]
-      >>> print(jax.vmap(worker, axis_name="workers")(jnp.array([1.0, 3.0])))
-      [2. 2.]
     """
     check_size(exchange, axis_name)
-    count = exchange.num_workers
+    gathered = _moved(lax.all_gather, coded, axis_name)
 
-    messages = _messages(coded)
-
-    def of_all(messages: Any, axis_name: AxisName) -> Any:
-        return _moved(lambda x: lax.all_gather(x, axis_name), messages)
-
-    gathered = on_own_slice(of_all, messages, axis_name)
-
-    def mean(number: int, leaf: jax.Array, every: Message) -> jax.Array:
+    def mean(number: int, leaf: jax.Array, every: Encoded) -> jax.Array:
         decode = on_whole(of_leaf(codec, number), leaf).decode
 
         def add(worker: jax.Array, total: jax.Array) -> jax.Array:
@@ -501,46 +419,32 @@ def mean_encoded(
             return total + decode(one, leaf.shape)
 
         first = decode(tuple(x[0] for x in every), leaf.shape)
-        return lax.fori_loop(1, count, add, first) / count
+        total = lax.fori_loop(1, exchange.num_workers, add, first)
+        return total / exchange.num_workers
 
     return {n: mean(n, leaf, gathered[n]) for n, (leaf, _) in coded.items()}
 
 
-def _moved(move: Callable[[jax.Array], jax.Array], messages: Any) -> Any:
+def _moved(move: Callable[..., jax.Array], coded: Any, axis_name: AxisName) -> Any:
     """Moves all arrays of a dtype as one: each small array would cost a call.
 
     Args:
-      move: function of a vector; it may add leading dims.
-      messages: tree of arrays.
+      move: function of a vector and the axis; it may add leading dims.
+      coded: dict of (leaf, message) by number.
+      axis_name: mapped axis of the workers.
     """
-    arrays, structure = jax.tree.flatten(messages)
-    moved = in_joined(move, arrays, [x.dtype for x in arrays])
-    return jax.tree.unflatten(structure, moved)
 
+    def joined(messages: Any, axis_name: AxisName) -> Any:
+        arrays, structure = jax.tree.flatten(messages)
+        one = functools.partial(move, axis_name=axis_name)
+        moved = in_joined(one, arrays, [x.dtype for x in arrays])
+        return jax.tree.unflatten(structure, moved)
 
-def check_encodable(exchange: Exchange) -> None:
-    """Raises a ValueError if the exchange has nodes of several workers.
-
-    Examples:
-      >>> from decentjax import codec, topology
-      >>> codec.check_encodable(topology.ring(8)[0])
-    """
-    if exchange.workers_per_node > 1:
-        raise ValueError(
-            "a codec needs exchanges of single workers, got nodes of "
-            f"{exchange.workers_per_node}: inside a node whole leaves are added; use "
-            "workers_per_node = 1"
-        )
+    return on_own_slice(joined, only_messages(coded), axis_name)
 
 
 def as_permutations(exchange: Exchange) -> Exchange:
-    """The same exchange with permutations for means over groups.
-
-    Examples:
-      >>> from decentjax import codec, topology
-      >>> codec.as_permutations(topology.complete(3)[0]).between.sources
-      ((0, 1, 2), (1, 2, 0), (2, 0, 1))
-    """
+    """The same exchange with permutations for means over groups."""
     between = exchange.between
     if not isinstance(between, Groups):
         return exchange
@@ -556,40 +460,38 @@ def as_permutations(exchange: Exchange) -> Exchange:
     return dataclasses.replace(exchange, between=permutations)
 
 
-def _packed(bits: int, block: int, noise: Noise) -> Codec:
+def _quantizer(bits: int, block: int, to_nearest: bool = False) -> Codec:
     """Numbers of a few bits, several per byte; see `int8`."""
-    _check_block(block)
+    if block < 1:
+        raise ValueError(f"a block needs at least 1 number, got {block}")
     each, most, mask = 8 // bits, 2 ** (bits - 1) - 1, 2**bits - 1
     shifts = [bits * place for place in range(each)]
 
-    def encode(x: jax.Array, key: jax.Array) -> Message:
-        levels, scales = _quantized(x, key, block, most, noise)
-        fields = jnp.pad((levels + most).astype(jnp.uint8), (0, -levels.size % each))
-        parts = [fields[place::each] << shift for place, shift in enumerate(shifts)]
-        return functools.reduce(jnp.bitwise_or, parts), scales
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
+        blocks = _in_blocks(x, block)
+        largest = jnp.max(jnp.abs(blocks), axis=1)
+        scale = most / jnp.where(largest > 0, largest, 1)
+        added = 0.5 if to_nearest else _uniform(key, blocks.shape).astype(blocks.dtype)
+        # The largest number may be rounded up slightly beyond itself.
+        levels = jnp.clip(jnp.floor(blocks * scale[:, None] + added), -most, most)
+        levels = _once(levels).astype(jnp.int8).ravel()[: x.size]
+        if each > 1:
+            fields = (levels + most).astype(jnp.uint8)
+            fields = jnp.pad(fields, (0, -levels.size % each))
+            parts = [fields[place::each] << shift for place, shift in enumerate(shifts)]
+            levels = functools.reduce(jnp.bitwise_or, parts)
+        return levels, largest / most
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
-        packed, scales = message
-        fields = jnp.stack([packed >> shift & mask for shift in shifts], 1).ravel()
-        levels = fields[: math.prod(shape)].astype(jnp.int8) - most
-        return _scaled(levels, scales, block).reshape(shape)
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
+        levels, scales = message
+        if each > 1:
+            fields = jnp.stack([levels >> shift & mask for shift in shifts], 1).ravel()
+            levels = fields[: math.prod(shape)].astype(jnp.int8) - most
+        numbers = _in_blocks(levels, block).astype(scales.dtype) * scales[:, None]
+        return numbers.ravel()[: levels.size].reshape(shape)
 
-    # Rounding to nearest is off by at most half a level.
-    error = (0.5 if noise is _half else 1) / most
+    error = (0.5 if to_nearest else 1) / most
     return Codec(f"int{bits} in blocks of {block}", encode, decode, keeps=1 - error)
-
-
-def _quantized(
-    x: jax.Array, key: jax.Array, block: int, most: int, noise: Noise
-) -> tuple[jax.Array, jax.Array]:
-    """Levels int8 [size], and the largest magnitude of each block over `most`."""
-    blocks = _in_blocks(x, block)
-    largest = jnp.max(jnp.abs(blocks), axis=1)
-    scale = most / jnp.where(largest > 0, largest, 1)
-    added = noise(key, blocks.size).reshape(blocks.shape).astype(blocks.dtype)
-    # The largest number may be rounded up slightly beyond itself.
-    levels = jnp.clip(jnp.floor(blocks * scale[:, None] + added), -most, most)
-    return _once(levels).astype(jnp.int8).ravel()[: x.size], largest / most
 
 
 def _once(x: jax.Array) -> jax.Array:
@@ -601,7 +503,7 @@ def _once(x: jax.Array) -> jax.Array:
 
 
 def _narrow(dtype: DTypeLike) -> Codec:
-    def encode(x: jax.Array, key: jax.Array) -> Message:
+    def encode(x: jax.Array, key: jax.Array) -> Encoded:
         del key
         flat = x.ravel().astype(sum_dtype(x))
         largest = jnp.max(jnp.abs(flat), keepdims=True, initial=0)
@@ -609,7 +511,7 @@ def _narrow(dtype: DTypeLike) -> Codec:
         # As integers, which no compiler widens in transit.
         return lax.bitcast_convert_type(narrow, jnp.uint16), largest
 
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+    def decode(message: Encoded, shape: tuple[int, ...]) -> jax.Array:
         bits, largest = message
         numbers = lax.bitcast_convert_type(bits, dtype).astype(largest.dtype)
         return (numbers * largest).reshape(shape)
@@ -623,21 +525,16 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
 
 
-def _uniform(key: jax.Array, size: int) -> jax.Array:
-    """Numbers in [0, 1) to round with, float32 [size].
+def _uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Numbers in [0, 1) to round with, float32.
 
     A hash of key and index, ten times as fast on a CPU as `jax.random.uniform`, which
     would dominate the encoding time.
     """
     seeds = jax.random.bits(key, (2,), jnp.uint32)
-    bits = _hashed(_hashed(lax.iota(jnp.uint32, size) ^ seeds[0]) + seeds[1])
+    index = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    bits = _hashed(_hashed(index ^ seeds[0]) + seeds[1])
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-
-
-def _half(key: jax.Array, size: int) -> jax.Array:
-    """Constant 0.5, to round to nearest."""
-    del key
-    return jnp.full(size, 0.5, jnp.float32)
 
 
 def _hashed(x: jax.Array) -> jax.Array:
@@ -645,16 +542,6 @@ def _hashed(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
-
-
-def _scaled(levels: jax.Array, scales: jax.Array, block: int) -> jax.Array:
-    padded = jnp.pad(levels, (0, -levels.size % block)).reshape(-1, block)
-    return (padded.astype(scales.dtype) * scales[:, None]).ravel()[: levels.size]
-
-
-def _check_block(block: int) -> None:
-    if block < 1:
-        raise ValueError(f"a block needs at least 1 number, got {block}")
 
 
 def __dir__() -> list[str]:

@@ -12,8 +12,7 @@ from decentjax._core.collectives import sum_dtype
 from decentjax.codec import (
     Codec,
     Codecs,
-    Message,
-    check_encodable,
+    Encoded,
     empty_message,
     exact,
     mean_encoded,
@@ -25,7 +24,7 @@ from decentjax.codec import (
 from decentjax.exchange import Exchange, Groups
 from decentjax.schedule import Schedule
 
-__all__ = ["Compression", "copies", "drift", "error_feedback"]
+__all__ = ["copies", "drift", "error_feedback"]
 
 Leaves = dict[int, Any]
 """Leaves of a model, by their number in the order of `jax.tree.leaves`."""
@@ -44,6 +43,7 @@ class _Kind(NamedTuple):
       merge: function of (rate, leaf, average, moved, anchor) to (moved, average of the
         leaf).
       average: averaging of messages over the axis of the workers.
+      rate: function of a codec that returns c, if none is given.
       knows: whether the memory is the peers' copy of the leaf; otherwise it is an
         error.
       sends_changes: whether messages are changes of shared state, none of which may be
@@ -55,6 +55,7 @@ class _Kind(NamedTuple):
     remember: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     merge: Callable[..., tuple[jax.Array | None, jax.Array]]
     average: Callable[..., Any]
+    rate: Callable[[Codec], float] = lambda codec: 1.0
     knows: bool = False
     sends_changes: bool = False
 
@@ -65,6 +66,7 @@ _OF_MODELS = _Kind(
     remember=lambda e, payload, q: payload - q,
     merge=lambda rate, x, d, s, z: (None, x + rate * d),
     average=mix_encoded,
+    rate=lambda codec: 0.5 if codec.keeps < 0.9 else 1.0,
 )
 _OF_DRIFT = _Kind(
     "drift",
@@ -80,6 +82,7 @@ _OF_COPIES = _Kind(
     remember=lambda h, payload, q: h + q,
     merge=lambda rate, x, d, s, z: (s + d, x + rate * (s + d)),
     average=mix_encoded,
+    rate=lambda codec: codec.keeps,
     knows=True,
     sends_changes=True,
 )
@@ -90,12 +93,12 @@ class Compression:
     """How a worker encodes leaves; made by `error_feedback`, `drift` or `copies`.
 
     Args:
-      codec: C, or that of each leaf, by number.
+      codec: C, or a tree with that of each leaf, or None.
       kind: what is encoded, and how messages are merged.
       keep: b, the part of the error that is sent later.
-      rate: c, the averaging rate, or that of each leaf.
+      rate: c, the averaging rate; None for that of the kind and a leaf's codec.
       shards: if a worker is a slice of the mesh, a `NamedSharding` for each leaf of one
-      model: each device encodes and sends only its shard. Without them leaves are
+        model: each device encodes and sends only its shard. Without them leaves are
         gathered and sent whole.
 
     Raises:
@@ -106,59 +109,54 @@ class Compression:
     codec: Codecs
     kind: _Kind
     keep: float = 1.0
-    rate: float | tuple[float, ...] = 1.0
-    shards: Any = dataclasses.field(default=None, hash=False)
+    rate: float | None = None
+    shards: Any = None
 
     def __post_init__(self):
-        if self.shards is not None:
-            found = jax.tree.leaves(self.shards) or [self.shards]
-            wrong = [one for one in found if not isinstance(one, NamedSharding)]
-            if wrong:
-                raise TypeError(
-                    "shards must have a NamedSharding for each leaf of a model, got "
-                    f"{type(wrong[0]).__name__}"
-                )
-        rates = self.rate if isinstance(self.rate, tuple) else (self.rate,)
-        if not 0 <= self.keep <= 1 or not all(0 < rate <= 1 for rate in rates):
+        object.__setattr__(self, "codec", _codecs(self.codec))
+        object.__setattr__(self, "shards", _shardings(self.shards))
+        rate = 1 if self.rate is None else self.rate
+        if not 0 <= self.keep <= 1 or not 0 < rate <= 1:
             raise ValueError(
-                "keep must be in [0, 1] and rate in (0, 1], got "
-                f"{self.keep} and {self.rate}"
+                f"keep must be in [0, 1] and rate in (0, 1], got {self.keep} and {rate}"
             )
 
     def sharding(self, number: int) -> NamedSharding | None:
         """The sharding of a leaf, by its number."""
-        if self.shards is None:
-            return None
-        found = jax.tree.leaves(self.shards)
-        if number >= len(found):
-            raise ValueError(
-                "shards must have a NamedSharding for each leaf of a model, got "
-                f"{len(found)}, and the model has a leaf {number}, counted from 0"
-            )
-        return found[number]
+        return None if self.shards is None else self.shards[number]
 
-    def codec_of(self, number: int) -> Codec:
+    def codec_of(self, number: int, leaf: jax.Array) -> Codec:
         """The codec of a leaf, by its number."""
         sharding, codec = self.sharding(number), of_leaf(self.codec, number)
-        return codec if sharding is None else on_shards(codec, sharding)
+        return on_shards(codec, sharding) if sharding else on_whole(codec, leaf)
 
     def rate_of(self, number: int) -> float:
         """The averaging rate of a leaf, by its number."""
-        return self.rate[number] if isinstance(self.rate, tuple) else self.rate
+        given = self.rate
+        return self.kind.rate(of_leaf(self.codec, number)) if given is None else given
 
     def check_leaves(self, count: int) -> None:
-        """Raises a ValueError unless there is a codec for each leaf of a model."""
-        if not isinstance(self.codec, Codec) and len(self.codec) != count:
-            raise ValueError(
-                f"wanted a codec or None for each of the {count} leaves of the model, "
-                f"got {len(self.codec)}: make them of its params by jax.tree.map"
-            )
+        """Raises a ValueError unless each leaf has a codec and a sharding."""
+        codecs = None if isinstance(self.codec, Codec) else self.codec
+        for wanted, each in (
+            ("codec or None", codecs),
+            ("NamedSharding", self.shards),
+        ):
+            if each is not None and len(each) != count:
+                raise ValueError(
+                    f"wanted a {wanted} for each of the {count} leaves of the model, "
+                    f"got {len(each)}: make them of its params by jax.tree.map"
+                )
 
     def check(self, schedule: Schedule, has_anchor: bool) -> None:
         """Raises a ValueError if the schedule's exchanges cannot be of this kind."""
         exchanges = {one.exchange for one in schedule.rounds if one.exchange}
-        for exchange in exchanges:
-            check_encodable(exchange)
+        per_node = max((one.workers_per_node for one in exchanges), default=1)
+        if per_node > 1:
+            raise ValueError(
+                f"a codec needs exchanges of single workers, got nodes of {per_node}: "
+                "inside a node whole leaves are added; use workers_per_node = 1"
+            )
         if self.kind.knows and len(exchanges) > 1:
             raise ValueError(
                 f"copies of the peers need a graph that never changes, and "
@@ -202,7 +200,9 @@ def error_feedback(
       keep: b, the part of the error that is sent later.
       rate: c, the averaging rate in (0, 1]; by default 1, or 1/2 for leaves whose codec
         keeps less than 0.9 of a number, as `int4`.
-      shards: see `Compression`.
+      shards: if a worker is a slice of the mesh, a `NamedSharding` for each leaf of one
+        model: each device encodes and sends only its shard. Without them leaves are
+        gathered and sent whole.
 
     Raises:
       ValueError: if a number is out of range, or the codec keeps too little.
@@ -216,17 +216,15 @@ def error_feedback(
 
     Source: Tang et al., DeepSqueeze (2019), Algorithm 1.
     """
-    codecs = _codecs(codec)
-    for one in _each(codecs):
+    made = Compression(codec, _OF_MODELS, keep, rate, shards)
+    for one in _each(made.codec):
         if one.keeps < LEAST_KEPT:
             raise ValueError(
                 f"{one.name} keeps {one.keeps:.2g} of a number, and error_feedback "
                 f"needs {LEAST_KEPT}, or models diverge: use copies on a graph that "
                 "never changes, drift with an outer optimizer, or codec.int8()"
             )
-    rates = _rates(codecs, lambda one: 0.5 if one.keeps < 0.9 else 1.0)
-    rates = rates if rate is None else rate
-    return Compression(codecs, _OF_MODELS, keep, rates, shards)
+    return made
 
 
 def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:
@@ -239,7 +237,7 @@ def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:
     Args:
       codec: C, or that of each leaf, as in `error_feedback`.
       keep: b, the part of the error that is sent later.
-      shards: see `Compression`.
+      shards: see `error_feedback`.
 
     Raises:
       ValueError: if the number is out of range.
@@ -264,7 +262,7 @@ def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:
 
     Source: Sarfi et al., SparseLoCo (2025).
     """
-    return Compression(_codecs(codec), _OF_DRIFT, keep, shards=shards)
+    return Compression(codec, _OF_DRIFT, keep, shards=shards)
 
 
 def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compression:
@@ -281,7 +279,7 @@ def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compres
       codec: C, or that of each leaf, as in `error_feedback`.
       rate: c, the averaging rate in (0, 1]; by default the codec's `keeps`, with which
         models came closer in each exchange over all graphs that we tried.
-      shards: see `Compression`.
+      shards: see `error_feedback`.
 
     Raises:
       ValueError: if the number is out of range, or required and missing.
@@ -290,20 +288,19 @@ def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compres
     Examples:
       >>> from decentjax import codec
       >>> from decentjax.compression import copies
-      >>> copies(codec.top_k(0.1)).rate
+      >>> copies(codec.top_k(0.1)).rate_of(0)
       0.1
 
     Source: Koloskova et al., Decentralized Stochastic Optimization and Gossip
     Algorithms with Compressed Communication (2019), Algorithm 2.
     """
-    codecs = _codecs(codec)
-    unknown = [one.name for one in _each(codecs) if not one.keeps]
+    made = Compression(codec, _OF_COPIES, rate=rate, shards=shards)
+    unknown = [one.name for one in _each(made.codec) if not one.keeps]
     if rate is None and unknown:
         raise ValueError(
             f"{unknown[0]} does not state what it keeps of a number: give copies a rate"
         )
-    rates = _rates(codecs, lambda one: one.keeps) if rate is None else rate
-    return Compression(codecs, _OF_COPIES, rate=rates, shards=shards)
+    return made
 
 
 def _codecs(codec: Any) -> Codecs:
@@ -322,12 +319,20 @@ def _codecs(codec: Any) -> Codecs:
     return found
 
 
+def _shardings(shards: Any) -> tuple[NamedSharding, ...] | None:
+    """The shardings of a tree, by number of the leaf."""
+    found = tuple(jax.tree.leaves(shards)) or (shards,)
+    wrong = [one for one in found if not isinstance(one, NamedSharding)]
+    if shards is not None and wrong:
+        raise TypeError(
+            "shards must have a NamedSharding for each leaf of a model, got "
+            f"{type(wrong[0]).__name__}"
+        )
+    return None if shards is None else found
+
+
 def _each(codecs: Codecs) -> tuple[Codec, ...]:
     return (codecs,) if isinstance(codecs, Codec) else codecs
-
-
-def _rates(codecs: Codecs, rate: Callable[[Codec], float]) -> float | tuple[float, ...]:
-    return rate(codecs) if isinstance(codecs, Codec) else tuple(map(rate, codecs))
 
 
 def _is_mean_of_all(exchange: Exchange) -> bool:
@@ -348,7 +353,7 @@ class Coded(NamedTuple):
 
     memory: Leaves
     moved: Leaves
-    messages: dict[int, Message]
+    messages: dict[int, Encoded]
 
 
 def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded:
@@ -358,30 +363,19 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
       compression: the compression.
       leaves: the leaves to send.
       is_late: whether messages outlive the step that sends them.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax import codec
-      >>> from decentjax.compression import error_feedback, init_coded
-      >>> eight = error_feedback(codec.int8())
-      >>> coded = init_coded(eight, {0: jnp.ones(3)}, is_late=False)
-      >>> print(coded.memory[0])
-      [0. 0. 0.]
     """
 
-    def zeros() -> Leaves:
-        return {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}
-
-    messages = {}
-    if is_late:
-        messages = {
-            n: empty_message(of_leaf(compression.codec, n), x, compression.sharding(n))
-            for n, x in zeros().items()
-        }
-    if compression.kind.knows:  # All start from the same model, which every peer knows.
-        known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
-        return Coded(known, zeros(), messages)
-    return Coded(zeros(), {}, messages)
+    zeros = {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}
+    messages = {
+        n: empty_message(of_leaf(compression.codec, n), x, compression.sharding(n))
+        for n, x in zeros.items()
+        if is_late
+    }
+    if not compression.kind.knows:
+        return Coded(zeros, {}, messages)
+    # All start from the same model, which every peer knows.
+    known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
+    return Coded(known, zeros, messages)
 
 
 def encode_leaves(
@@ -399,17 +393,6 @@ def encode_leaves(
       anchor: z, for `drift`.
       key: the worker's random key in this step.
       coded: the memory before.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import codec
-      >>> from decentjax.compression import drift, encode_leaves, init_coded
-      >>> half, leaves = drift(codec.top_k(0.5)), {0: jnp.ones(2)}
-      >>> coded = init_coded(half, leaves, is_late=False)
-      >>> anchor, key = {0: jnp.array([0.0, -3.0])}, jax.random.key(0)
-      >>> coded = encode_leaves(half, leaves, anchor, key, coded)
-      >>> print(coded.messages[0][0], coded.memory[0])
-      [[4.]] [1. 0.]
     """
     memory, messages = dict(coded.memory), dict(coded.messages)
     kind, key = compression.kind, jax.random.fold_in(key, STREAM)
@@ -422,9 +405,7 @@ def encode_leaves(
         wide, before = x.astype(sum_dtype(x)), memory[number]
         seen = as_seen(anchor[number], x) if number in anchor else None
         payload = kind.payload(compression.keep, wide, before, seen)
-        codec = compression.codec_of(number)
-        if compression.shards is None:
-            codec = on_whole(codec, x)
+        codec = compression.codec_of(number, x)
         message = codec.encode(payload, jax.random.fold_in(key, number))
         decoded = codec.decode(message, x.shape)
         memory[number] = kind.remember(before, payload, decoded)
@@ -433,14 +414,7 @@ def encode_leaves(
 
 
 def as_seen(anchor: jax.Array, leaf: jax.Array) -> jax.Array:
-    """The anchor, rounded to the narrower dtype of the model's leaves.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax.compression import as_seen
-      >>> print(as_seen(jnp.array(1.001), jnp.zeros((), jnp.bfloat16)))
-      1.0
-    """
+    """The anchor, rounded to the narrower dtype of the model's leaves."""
     return anchor.astype(leaf.dtype).astype(anchor.dtype)
 
 
@@ -460,17 +434,6 @@ def decode_leaves(
       sent: leaves at the time they were sent.
       anchor: z, for `drift`.
       coded: the memory and messages.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax import codec
-      >>> from decentjax.compression import decode_leaves, error_feedback, init_coded
-      >>> eight, leaves = error_feedback(codec.int8()), {0: jnp.array([1.0, 4.0])}
-      >>> coded = init_coded(eight, leaves, is_late=False)
-      >>> differences = {0: jnp.array([0.0, -1.0])}
-      >>> coded, mixed = decode_leaves(eight, differences, leaves, {}, coded)
-      >>> print(mixed[0])
-      [1. 3.]
     """
     moved, mixed = dict(coded.moved), {}
     for number, difference in differences.items():

@@ -155,10 +155,6 @@ class Exchange:
     def num_workers(self) -> int:
         return self.between.size * self.workers_per_node
 
-    @property
-    def num_nodes(self) -> int:
-        return self.between.size
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Topology:
@@ -258,9 +254,7 @@ def peer_counts(exchange: Exchange) -> set[int]:
     between, local = exchange.between, exchange.workers_per_node
     if isinstance(between, Groups):
         return {len(between.members[0]) * local - 1}
-    senders, receivers = messages_of(between)
-    counts = np.bincount(receivers, minlength=between.size)
-    del senders
+    counts = np.bincount(messages_of(between)[1], minlength=between.size)
     return {(count + 1) * local - 1 for count in np.unique(counts).tolist()}
 
 
@@ -469,7 +463,7 @@ def permutes_of(
     """
     matrix = apply(Exchange(between), np.eye(between.size))
     own = tuple(np.diag(matrix).tolist())
-    edges = _edges(matrix)
+    edges = (matrix > 0) & ~np.eye(len(matrix), dtype=bool)  # i receives from j.
     if not edges.any():
         return own, ()
     # The given permutations already are such permutes, unless two of them share an
@@ -489,8 +483,3 @@ def permutes_of(
         )
         for sources in permutes
     )
-
-
-def _edges(matrix: np.ndarray) -> np.ndarray:
-    """Whether worker i receives from worker j, [N, N]."""
-    return (matrix > 0) & ~np.eye(len(matrix), dtype=bool)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import optax
 
+from decentjax._core.butterfly import default_group_size
 from decentjax._core.collectives import is_mixed
 from decentjax._core.public_names import names_of
 from decentjax.exchange import Topology
@@ -19,7 +20,6 @@ from decentjax.topology import (
     alone,
     butterfly_groups,
     complete,
-    default_group_size,
     random_matching,
     with_mean_every,
 )

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import (
     AxisName,
-    Members,
+    Grouping,
     all_gather,
     divided,
     is_mixed,
@@ -39,7 +39,6 @@ from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
 Routes = list[list[tuple[int, int]]]
-Weights = Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +263,12 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
     _check_call(params, axis_name)
 
     def mean_leaves(params: Tree, axis_name: AxisName) -> Tree:
-        return _map_floats(lambda x: _mean(x, axis_name).astype(x.dtype), params)
+        def mean(x: jax.Array) -> jax.Array:
+            total = sum_over(x.astype(sum_dtype(x)), axis_name)
+            mean = divided(total, lax.axis_size(axis_name)).astype(x.dtype)
+            return varying_as(x, mean)
+
+        return _map_floats(mean, params)
 
     return on_own_slice(in_shards(mean_leaves), params, axis_name)
 
@@ -287,22 +291,12 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
       [1. 1.]
     """
     _check_call(params, axis_name)
-    floats = [x for x in map(jnp.asarray, jax.tree.leaves(params)) if is_mixed(x)]
-
-    def mean_leaves(leaves: list[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-        return _map_floats(lambda x: _mean(x, axis_name), leaves)
-
-    means = on_own_slice(in_shards(mean_leaves), floats, axis_name)
-    pairs = zip(floats, means, strict=True)
-    squares = sums_of_squares([x.astype(mean.dtype) - mean for x, mean in pairs])
+    leaves = map(jnp.asarray, jax.tree.leaves(params))
+    wide = [x.astype(sum_dtype(x)) for x in leaves if is_mixed(x)]
+    means = global_mean(wide, axis_name) if wide else []
+    squares = sums_of_squares([x - y for x, y in zip(wide, means, strict=True)])
     total = on_own_slice(sum_over, squares, axis_name)
     return norm_of(total / lax.axis_size(axis_name))
-
-
-def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The mean over all workers, in the dtype of sums."""
-    total = sum_over(x.astype(sum_dtype(x)), axis_name)
-    return varying_as(x, divided(total, lax.axis_size(axis_name)))
 
 
 def message_dtype_of(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
@@ -316,9 +310,8 @@ def message_dtype_of(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
     dtype = jnp.dtype(wanted)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     # float8_e8m0fnu has the exponent of float32 in all of its 8 bits, but no sign.
-    if is_float and dtype.itemsize > 1 and jnp.finfo(dtype).nexp >= 8:
-        return dtype
-    if dtype == x.dtype:
+    is_wide = is_float and dtype.itemsize > 1 and jnp.finfo(dtype).nexp >= 8
+    if is_wide or dtype == x.dtype:
         return dtype
     raise ValueError(
         f"message_dtype {dtype.name} has a smaller range than float32, so that "
@@ -351,7 +344,7 @@ def from_share(x: jax.Array, mixed: jax.Array, how: LeafMixing) -> jax.Array:
     return mixed.astype(x.dtype)
 
 
-def _nodes(how: LeafMixing) -> Members:
+def _nodes(how: LeafMixing) -> Grouping:
     local = how.exchange.workers_per_node
     return np.arange(how.exchange.num_workers).reshape(-1, local).tolist()
 
@@ -394,7 +387,7 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def _group_mean(x: jax.Array, groups: Members, how: LeafMixing) -> jax.Array:
+def _group_mean(x: jax.Array, groups: Grouping, how: LeafMixing) -> jax.Array:
     size = len(groups[0])
     if size == 1:
         return x
@@ -453,7 +446,7 @@ def merged(x: jax.Array, models: Sequence[jax.Array], how: LeafMixing) -> jax.Ar
 
 
 def mix_arrived(
-    x: jax.Array, models: Sequence[jax.Array], weights: Weights
+    x: jax.Array, models: Sequence[jax.Array], weights: Sequence[float]
 ) -> jax.Array:
     """Averages a leaf with the received ones: `x + sum_k weights[k] (y_k - x)`.
 
@@ -499,20 +492,22 @@ def _combined(
     x: jax.Array,
     sent: jax.Array,
     models: Sequence[jax.Array],
-    own: Weights,
-    weights: Sequence[Weights],
+    own: Sequence[float],
+    weights: Sequence[Sequence[float]],
     node: jax.Array,
 ) -> jax.Array:
     """`x_i + sum_k weights[k][i] (models[k] - q_i)`, in the dtype of sums."""
     dtype = sum_dtype(x)
-    if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
+    # frexp writes 2**k as 0.5 * 2**(k + 1), and zero as 0 * 2**0.
+    parts = {math.frexp(weight)[0] for weight in {*own}.union(*weights)}
+    if sent.dtype == x.dtype and parts <= {0, 0.5}:
         return weighted([x.astype(dtype), *models], [own, *weights], node)
     differences = [model - sent.astype(dtype) for model in models]
     return x.astype(dtype) + weighted(differences, weights, node)
 
 
 def weighted(
-    arrays: Sequence[jax.Array], weights: Sequence[Weights], node: jax.Array
+    arrays: Sequence[jax.Array], weights: Sequence[Sequence[float]], node: jax.Array
 ) -> jax.Array:
     """`sum_k weights[k][node] arrays[k]`."""
     distinct = {weight for of_nodes in weights for weight in of_nodes}
@@ -520,25 +515,15 @@ def weighted(
     # run one program.
     if len(distinct) > 1:
         dtype = arrays[0].dtype
-        return functools.reduce(
-            jnp.add,
-            [
-                jnp.asarray(of_nodes, dtype)[node] * array
-                for of_nodes, array in zip(weights, arrays, strict=True)
-            ],
-        )
+        own = [jnp.asarray(of_nodes, dtype)[node] for of_nodes in weights]
+        terms = [weight * x for weight, x in zip(own, arrays, strict=True)]
+        return functools.reduce(jnp.add, terms)
     total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
     # The caller adds this to x. XLA may fuse that sum with a product, which then rounds
     # once, in one program and not in another; it never fuses it with a division.
     number = round(1 / weight)
     is_whole = math.isclose(1, number * weight)
     return divided(total, number) if is_whole else weight * total
-
-
-def _is_power_of_two(weight: float) -> bool:
-    """Whether products with it are exact; true for zero."""
-    # frexp writes 2**k as 0.5 * 2**(k + 1), and zero as 0 * 2**0.
-    return math.frexp(weight)[0] in (0, 0.5)
 
 
 def _map_floats(
@@ -551,13 +536,13 @@ def _map_floats(
     mesh = jax.sharding.get_abstract_mesh()
     # Leaves that the compiler shards would have to be gathered to be joined.
     limit = lowering.join_bytes if set(mesh.axis_names) == set(mesh.manual_axes) else 0
-    found = {place: x for place, x in enumerate(leaves) if is_mixed(x)}
+    found = [place for place, x in enumerate(leaves) if is_mixed(x)]
+    floats = [leaves[place] for place in found]
     keys = [
         (x.dtype, jax.typeof(x).manual_axis_type) if x.nbytes < limit else place
-        for place, x in found.items()
+        for place, x in zip(found, floats, strict=True)
     ]
-    results = in_joined(function, list(found.values()), keys)
-    for place, result in zip(found, results, strict=True):
+    for place, result in zip(found, in_joined(function, floats, keys), strict=True):
         leaves[place] = result
     return jax.tree.unflatten(structure, leaves)
 

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
 from decentjax._core.optimizer_state import check_averageable, check_no_own_model
-from decentjax._core.slices import is_spec, over_shards
+from decentjax._core.slices import over_shards
 from decentjax.codec import axes_of
 from decentjax.compression import (
     Coded,
@@ -692,7 +692,7 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
 
 def _specs(rounds: Rounds, shards: Any) -> dict[int, PartitionSpec]:
     """Partition specs by number, of rows without their leading dim."""
-    found = jax.tree.leaves(rounds.pack_shards(shards), is_leaf=is_spec)
+    found = jax.tree.leaves(rounds.pack_shards(shards))
     specs = {TOKENS: PartitionSpec()}
     for number in range(_num_leaves(rounds, found)):
         leaf, row = place_of(rounds.stacked, number)

@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from decentjax._core.collectives import names_of
+from decentjax._core.collectives import axis_names
 from decentjax._core.optimizer_state import folded, keys_in, map_keys
-from decentjax._core.slices import is_spec, lying, only
+from decentjax._core.slices import lying, only
 from decentjax.placement import axis_of, check_mesh
 
 
@@ -241,7 +241,7 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
 
     def of_box(path: Any, box: Any) -> Any:
         spec = _spec_of(box)
-        if spec is None or is_spec(box):
+        if spec is None or isinstance(box, PartitionSpec):
             return one(path, box, spec)
         return jax.tree.map(lambda x: one(path, x, spec), box)
 
@@ -267,7 +267,7 @@ def _check_divides(
     path: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> None:
     for dim, part in enumerate(spec):
-        size = math.prod(mesh.shape[name] for name in names_of(part))
+        size = math.prod(mesh.shape[name] for name in axis_names(part))
         if dim >= len(shape) or shape[dim] % size:
             raise ValueError(
                 f"{_name(path)} of shape {shape} is sharded as {spec}, but its dim "
@@ -280,12 +280,12 @@ def _name(path: Any) -> str:
 
 
 def _is_box(x: Any) -> bool:
-    return is_spec(x) or _spec_of(x) is not None
+    return isinstance(x, PartitionSpec) or _spec_of(x) is not None
 
 
 def _spec_of(x: Any) -> PartitionSpec | None:
     """The spec in the metadata of flax around an array, or a spec itself."""
-    if is_spec(x):
+    if isinstance(x, PartitionSpec):
         return x
     # By their classes: an object of `nnx.Rngs` has every attribute, as a random key.
     if hasattr(type(x), "get_partition_spec"):  # nn.Partitioned of linen.

@@ -14,6 +14,7 @@ import numpy as np
 
 from decentjax._core.base_k import Edges, base_k_rounds
 from decentjax._core.birkhoff import birkhoff
+from decentjax._core.butterfly import butterfly_hops, default_group_size
 from decentjax._core.public_names import names_of
 
 # "as" re-exports a name for type checkers.
@@ -310,31 +311,6 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
     return _topology("butterfly_groups", *rounds)
 
 
-def default_group_size(num_workers: int) -> int:
-    """Returns the default group size of `butterfly_groups`.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> topology.default_group_size(64)
-      8
-    """
-    return 2 ** (num_workers.bit_length() // 2)
-
-
-def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:
-    """Returns the distances in a group of `butterfly_groups`: partner = i XOR hop.
-
-    The members of a group exchange in pairs, in log2(group_size) hops.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> [topology.butterfly_hops(8, 4, step) for step in range(3)]
-      [[1, 2], [4, 1], [2, 4]]
-    """
-    bits, active = num_workers.bit_length() - 1, group_size.bit_length() - 1
-    return [1 << (step * active + r) % bits for r in range(active)]
-
-
 def random_matching(num_workers: int, period: int, seed: int) -> Topology:
     """Swaps in random pairs, 1/2 each; with an odd number of workers one is idle.
 
@@ -436,17 +412,19 @@ def alone(num_workers: int) -> Topology:
 
 
 def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Topology:
-    """The topology whose only exchange has the given mixing matrix.
+    """The topology whose exchanges have the given mixing matrices, in turn.
 
-    The exchange has only edges of the given matrix, and equals it to 1e-6 in each
-    entry. Rows and columns are scaled in turn, to correct sums in float32.
+    An exchange has only edges of its matrix, and equals it to 1e-6 in each entry. Rows
+    and columns are scaled in turn, to correct sums in float32.
 
     Args:
-      matrix: float [N, N], doubly stochastic to 1e-6, as from `matrices`.
+      matrix: float [N, N], or [period, N, N]; doubly stochastic to 1e-6, as from
+        `matrices`.
       name: name to print.
 
-    Raises: ValueError: if the matrix is not doubly stochastic, or no exchange is within
-    1e-6 of it.
+    Raises:
+      ValueError: if a matrix is not doubly stochastic, or no exchange is within 1e-6 of
+        it.
 
     Examples:
       >>> from decentjax import topology
@@ -454,39 +432,16 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
       >>> print(topology.matrices(graph)[0])
       [[0.75 0.25]
        [0.25 0.75]]
+      >>> swap, keep = [[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0, 1]]
+      >>> topology.from_matrix([swap, keep])
+      <Topology from_matrix: 2 workers, 0 to 1 peers each, period 2>
 
     Source: Sinkhorn and Knopp (1967), Concerning nonnegative matrices and doubly
     stochastic matrices.
     """
-    return _topology(name, _from_matrix(np.asarray(matrix, np.float64)))
-
-
-def from_matrices(
-    matrices: Iterable[np.ndarray | Sequence], name: str = "from_matrices"
-) -> Topology:
-    """The topology whose exchanges have the given mixing matrices, in turn.
-
-    Args:
-      matrices: matrices as of `from_matrix`, such as a float array [period, N, N].
-      name: name to print.
-
-    Raises:
-      ValueError: if a matrix is not doubly stochastic, or there is none.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> swap, keep = [[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0, 1]]
-      >>> topology.from_matrices([swap, keep])
-      <Topology from_matrices: 2 workers, 0 to 1 peers each, period 2>
-    """
-    if getattr(matrices, "ndim", 3) == 2:
-        raise ValueError(
-            "wanted matrices, [period, N, N], got one: take from_matrix for it"
-        )
-    graphs = [from_matrix(one) for one in matrices]
-    if not graphs:
-        raise ValueError("a topology has at least one exchange, got no matrix")
-    return Topology(name, tuple(graph[0] for graph in graphs))
+    given = np.asarray(matrix, np.float64)
+    each = given if given.ndim == 3 and len(given) else [given]
+    return _topology(name, *map(_from_matrix, each))
 
 
 def from_edges(
@@ -500,8 +455,9 @@ def from_edges(
     worker i, and `W[i, i] = 1 - sum_j W[i, j]`.
 
     Args:
-      edges: pairs of workers, in any order, or a graph of networkx; (i, j) and (j, i)
-        are one edge, and weights do not count.
+      edges: pairs of workers, in any order, such as `np.argwhere(np.triu(a, 1))` of an
+        adjacency a, or a graph of networkx; (i, j) and (j, i) are one edge, and weights
+        do not count.
       num_workers: N; by default one more than the largest number, or the number of
         nodes of the graph.
       name: name to print.
@@ -551,43 +507,6 @@ def from_edges(
     degrees = np.bincount(np.array(pairs, int).ravel(), minlength=num_workers)
     weighted = [(i, j, 1 / (1 + max(degrees[i], degrees[j]))) for i, j in pairs]
     return _topology(name, _from_edges(num_workers, weighted))
-
-
-def from_adjacency(adjacency: Any, name: str = "from_adjacency") -> Topology:
-    """The topology of an undirected graph, with Metropolis weights, see `from_edges`.
-
-    Args:
-      adjacency: [N, N], symmetric, also sparse: i and j are peers where it is not zero.
-        Its diagonal does not count, nor do weights.
-      name: name to print.
-
-    Raises:
-      ValueError: if it is not square, or not symmetric.
-
-    Examples:
-      >>> from decentjax import topology
-      >>> graph = topology.from_adjacency([[0, 1, 1], [1, 0, 1], [1, 1, 0]])
-      >>> graph == topology.from_edges([(0, 1), (1, 2), (0, 2)], name=graph.name)
-      True
-    """
-    dense = adjacency.toarray() if hasattr(adjacency, "toarray") else adjacency
-    joined = np.asarray(dense) != 0
-    if np.isnan(np.asarray(dense, float)).any():
-        raise ValueError("an adjacency has numbers for all pairs, got NaN")
-    if joined.ndim != 2 or len(joined) != len(joined.T) or not joined.size:
-        raise ValueError(
-            f"an adjacency must be square, got shape {joined.shape}; from_edges takes "
-            "graphs of networkx"
-        )
-    one_way = np.argwhere(joined & ~joined.T)
-    if len(one_way):
-        i, j = one_way[0].tolist()
-        raise ValueError(
-            f"an adjacency must be symmetric, got an edge at [{i}, {j}] and none at "
-            f"[{j}, {i}]: directed graphs need weights of their own, see from_matrix"
-        )
-    edges = [(int(i), int(j)) for i, j in np.argwhere(np.triu(joined, 1))]
-    return from_edges(edges, len(joined), name)
 
 
 def damped(topology: Topology, factor: float) -> Topology:

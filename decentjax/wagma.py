@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from decentjax._core.butterfly import butterfly_hops
 from decentjax.rounds import Rounds
-from decentjax.topology import butterfly_hops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,9 +60,9 @@ def hypercube(n):
     return np.stack([_neighbours(n, lambda i, hop=hop: [i, i ^ hop]) for hop in hops])
 
 
-def alternating_exponential_ring(n, per_node):
+def alternating_exponential_ring(n, workers_per_node):
     """Algorithms 1.4: of even count, a pair is joint in the second of two sub-steps."""
-    num_nodes = n // per_node
+    num_nodes = n // workers_per_node
     node_groups = []
     count = 0
     hop = 1
@@ -80,7 +80,7 @@ def alternating_exponential_ring(n, per_node):
     node_groups = node_groups or [[[0]]]
     return np.stack(
         [
-            group_means(n, [_workers_of(nodes, per_node) for nodes in groups])
+            group_means(n, [_workers_of(nodes, workers_per_node) for nodes in groups])
             for groups in node_groups
         ]
     )

@@ -16,10 +16,10 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 AxisName = str | tuple[str, ...]
-Members = Sequence[Sequence[int]]
+Grouping = Sequence[Sequence[int]]
 
 
-def names_of(axes: AxisName | frozenset[str] | None) -> tuple[str, ...]:
+def axis_names(axes: AxisName | frozenset[str] | None) -> tuple[str, ...]:
     """The names of axes, as in an entry of a partition spec."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
@@ -39,7 +39,7 @@ def varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
     needs one type.
     """
     known = jax.typeof(x).manual_axis_type.varying
-    missing = checked_axes().intersection(names_of(axes)) - known
+    missing = checked_axes().intersection(axis_names(axes)) - known
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
@@ -80,7 +80,7 @@ def permute(
 
 
 def sum_over(
-    x: jax.Array, axis_name: AxisName, groups: Members | None = None
+    x: jax.Array, axis_name: AxisName, groups: Grouping | None = None
 ) -> jax.Array:
     """Returns the sum over all workers, or over the worker's group, in x's dtype."""
 
@@ -103,7 +103,7 @@ def sum_over(
     return _collective(on_mesh, stacked, x, axis_name)
 
 
-def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
+def reduce_scatter(x: jax.Array, groups: Grouping, axis_name: AxisName) -> jax.Array:
     """The sum over the group, one piece per member, shape [ceil(x.size / S)]."""
     size, dtype = len(groups[0]), sum_dtype(x)
     # Padding with zeros gives all members pieces of equal size; all_gather drops it.
@@ -148,7 +148,7 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
 
 
 def all_gather(
-    piece: jax.Array, groups: Members, axis_name: AxisName, like: jax.Array
+    piece: jax.Array, groups: Grouping, axis_name: AxisName, like: jax.Array
 ) -> jax.Array:
     """The pieces of all members, joined, with the sharding of another array."""
 
@@ -254,12 +254,12 @@ def _collective(
     return collective(x, lax.axis_index(axis_name))
 
 
-def _by_group(x: jax.Array, groups: Members) -> jax.Array:
+def _by_group(x: jax.Array, groups: Grouping) -> jax.Array:
     """[N, ...] to [groups, members, ...]."""
     return x[np.array(groups)]
 
 
-def _by_worker(x: jax.Array, groups: Members) -> jax.Array:
+def _by_worker(x: jax.Array, groups: Grouping) -> jax.Array:
     """[groups, members, ...] to [N, ...]."""
     # Groups (0, 2) and (1, 3) list the workers 0, 2, 1, 3: worker 1 is in place 2.
     order = np.argsort(np.array(groups).ravel())

@@ -16,7 +16,7 @@ INSIDE, BETWEEN = "#999999", "#1f77b4"  # Edges inside nodes, and between them.
 # Also on a dark page: the numbers are on dots.
 INK, PAPER = "#666666", "#ffffff"
 
-Place = tuple[float, float]
+Point = tuple[float, float]
 
 
 class DrawnExchange(NamedTuple):
@@ -87,7 +87,7 @@ def _panel(one: DrawnExchange) -> Iterable[str]:
         yield _text(x, y + 0.37 * dot, str(number), 1.1 * dot, PAPER)
 
 
-def _line(start: Place, end: Place, colour: str, width: float, dot: float) -> str:
+def _line(start: Point, end: Point, colour: str, width: float, dot: float) -> str:
     """A line; with an arrow that ends at the dot, if its size is given."""
     (x, y), (to_x, to_y) = start, end
     if dot:
@@ -106,7 +106,7 @@ def _text(x: float, y: float, text: str, size: float, colour: str = INK) -> str:
     return f'<text {place} fill="{colour}">{html.escape(text)}</text>'
 
 
-def _places(num_workers: int, local: int) -> list[Place]:
+def _places(num_workers: int, local: int) -> list[Point]:
     """Workers around their node's centre, nodes around the origin."""
     num_nodes = num_workers // local
     if 1 in (num_nodes, local):
@@ -120,7 +120,7 @@ def _places(num_workers: int, local: int) -> list[Place]:
     ]
 
 
-def _circle(count: int, radius: float) -> list[Place]:
+def _circle(count: int, radius: float) -> list[Point]:
     # From the top, clockwise.
     angles = (2 * math.pi * k / count - math.pi / 2 for k in range(count))
     radius *= count > 1

@@ -8,12 +8,11 @@ import numpy as np
 
 JOIN_BYTES = 2**18  # Arrays of this size are sent on their own.
 
-Array = jax.Array | jax.ShapeDtypeStruct
-Places = tuple[tuple[int, ...], ...]
+Joins = tuple[tuple[int, ...], ...]
 """The indices of the arrays in each group to join."""
 
 
-def places_of(keys: Sequence[Hashable]) -> Places:
+def places_of(keys: Sequence[Hashable]) -> Joins:
     """Groups the arrays with equal keys."""
     return tuple(
         tuple(place for place, other in enumerate(keys) if other == key)
@@ -21,7 +20,7 @@ def places_of(keys: Sequence[Hashable]) -> Places:
     )
 
 
-def short_places(arrays: Sequence[Array]) -> Places:
+def short_places(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Joins:
     """Groups the short arrays of each dtype."""
     sizes = [x.size * x.dtype.itemsize for x in arrays]
     return places_of(
@@ -32,7 +31,7 @@ def short_places(arrays: Sequence[Array]) -> Places:
     )
 
 
-def join(arrays: Sequence[jax.Array], places: Places) -> list[jax.Array]:
+def join(arrays: Sequence[jax.Array], places: Joins) -> list[jax.Array]:
     """One vector for all arrays of a group; a single array is unchanged."""
     return [
         arrays[group[0]]
@@ -43,7 +42,7 @@ def join(arrays: Sequence[jax.Array], places: Places) -> list[jax.Array]:
 
 
 def split(
-    joined: Sequence[jax.Array], places: Places, shapes: Sequence[tuple[int, ...]]
+    joined: Sequence[jax.Array], places: Joins, shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
     """The arrays, of these shapes; a vector may have gained leading dims."""
     arrays = {}

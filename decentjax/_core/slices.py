@@ -24,14 +24,10 @@ from jax.sharding import (
     PartitionSpec,
 )
 
-from decentjax._core.collectives import AxisName, checked_axes, names_of
+from decentjax._core.collectives import AxisName, axis_names, checked_axes
 
 OfWorker = Callable[[Any, AxisName], Any]
 """Function of one worker's tree, and of the axis of the workers."""
-
-
-def is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def specs_of(tree: Any) -> Any:
@@ -53,22 +49,21 @@ def lying(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """
     if not mesh.explicit_axes:
         return tree
-    said = jax.tree.map(
-        lambda spec: NamedSharding(mesh, only(spec, mesh.explicit_axes)),
-        specs,
-        is_leaf=is_spec,
-    )
-    return jax.sharding.reshard(tree, said)
+
+    def said(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, only(spec, mesh.explicit_axes))
+
+    return jax.sharding.reshard(tree, jax.tree.map(said, specs))
 
 
 def with_rows(stacked: Any, axes: AxisName, mesh: Mesh | AbstractMesh) -> Any:
     """Partition specs of stacked arrays: a row on each slice, sharded as before."""
-    inside = set(mesh.explicit_axes).difference(names_of(axes))
-    return jax.tree.map(
-        lambda spec: PartitionSpec(axes, *only(spec[1:], inside)),
-        specs_of(stacked),
-        is_leaf=is_spec,
-    )
+    inside = set(mesh.explicit_axes).difference(axis_names(axes))
+
+    def row(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(axes, *only(spec[1:], inside))
+
+    return jax.tree.map(row, specs_of(stacked))
 
 
 def first_row(x: jax.Array) -> jax.Array:
@@ -94,7 +89,7 @@ def over_slices(
         mesh=mesh,
         in_specs=rows,
         out_specs=rows,
-        axis_names=set(names_of(axes)),
+        axis_names=set(axis_names(axes)),
         # User code would have to annotate which values vary over the workers.
         check_vma=False,
     )
@@ -125,9 +120,9 @@ def _of_row(function: Callable) -> Callable:
 
 def inside_worker(mesh: Mesh, axes: AxisName) -> AbstractMesh:
     """The mesh that one worker's code sees inside `over_slices`."""
-    if set(mesh.axis_names) <= set(names_of(axes)):
+    if set(mesh.axis_names) <= set(axis_names(axes)):
         return AbstractMesh((), ())
-    manual = dict.fromkeys(names_of(axes), AxisType.Manual)
+    manual = dict.fromkeys(axis_names(axes), AxisType.Manual)
     return mesh.abstract_mesh.update_axis_types(manual)
 
 
@@ -176,7 +171,7 @@ def worker_number(axis_name: AxisName, like: jax.Array) -> jax.Array:
 def is_on_devices(axis_name: AxisName) -> bool:
     """Whether `jax.shard_map` maps the axis: each worker has its own devices."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return set(names_of(axis_name)) <= set(manual)
+    return set(axis_names(axis_name)) <= set(manual)
 
 
 def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
@@ -218,7 +213,7 @@ def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
       tree: one worker's tree.
       axis_name: mapped axis of the workers.
     """
-    mesh, names = mesh_of(tree), names_of(axis_name)
+    mesh, names = mesh_of(tree), axis_names(axis_name)
     # jax has no public name for this.
     spmd = core.get_axis_env().spmd_axis_names.intersection(names, mesh.axis_names)
     has_devices = set(names) & set(mesh.manual_axes)
@@ -256,9 +251,9 @@ def _of_stacked(
     """Applies it to all workers' arrays, by collectives if each slice has a row."""
     mesh, specs = mesh_of(stacked), specs_of(stacked)
     size = jax.tree.leaves(stacked)[0].shape[0]
-    typed = {spec[0] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if spec}
+    typed = {spec[0] for spec in jax.tree.leaves(specs) if spec}
     axes = next(filter(None, [*typed, *spmd]), None)
-    if axes is None or math.prod(mesh.shape[name] for name in names_of(axes)) != size:
+    if axes is None or math.prod(mesh.shape[name] for name in axis_names(axes)) != size:
         mapped = jax.vmap(lambda x: function(x, axis_name), axis_name=axis_name)
         return by_compiler(mapped, specs)(stacked)
     rows = with_rows(stacked, axes, mesh)
@@ -267,7 +262,7 @@ def _of_stacked(
         mesh=mesh,
         in_specs=(rows,),
         out_specs=rows,
-        axis_names={*names_of(axes), *mesh.explicit_axes},
+        axis_names={*axis_names(axes), *mesh.explicit_axes},
         check_vma=bool(checked_axes()),
     )
     return mapped(lying(stacked, rows, mesh))
@@ -285,9 +280,7 @@ def by_compiler(function: Callable, out_specs: Any) -> Callable:
         mesh = mesh_of(args)
         if not mesh.explicit_axes:
             return function(*args)
-        lies = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=is_spec
-        )
+        lies = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs)
         free = jax.sharding.auto_axes(axes=mesh.explicit_axes, out_sharding=lies)
         return free(function)(*args)
 
@@ -296,5 +289,5 @@ def by_compiler(function: Callable, out_specs: Any) -> Callable:
 
 def only(spec: Iterable[Any], axes: Iterable[str]) -> PartitionSpec:
     """The spec without other axes."""
-    parts = [tuple(x for x in names_of(part) if x in axes) for part in spec]
+    parts = [tuple(x for x in axis_names(part) if x in axes) for part in spec]
     return PartitionSpec(*(part or None for part in parts))

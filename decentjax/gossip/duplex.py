@@ -18,13 +18,7 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import AxisName, is_mixed, permute
 from decentjax._core.joining import join, places_of, split
-from decentjax.codec import (
-    Codecs,
-    _differences,
-    _messages,
-    as_permutations,
-    check_encodable,
-)
+from decentjax.codec import Codecs, as_permutations, differences, only_messages
 from decentjax.exchange import Exchange
 from decentjax.gossip.engine import Engine
 from decentjax.mixing import (
@@ -111,19 +105,18 @@ def sending_encoded(exchange: Exchange, codec: Codecs, axis_name: AxisName) -> S
       codec: as in `mix_encoded`.
       axis_name: as in `mix_encoded`.
     """
-    check_encodable(exchange)
 
     def begin(coded: Any) -> tuple[tuple, list[jax.Array]]:
-        arrays = jax.tree.leaves(_messages(coded))
+        arrays = jax.tree.leaves(only_messages(coded))
         return (), join(arrays, places_of([x.dtype for x in arrays]))
 
     def end(coded: Any, kept: tuple, came: list[list[jax.Array]]) -> Any:
         del kept
-        arrays, structure = jax.tree.flatten(_messages(coded))
+        arrays, structure = jax.tree.flatten(only_messages(coded))
         places, shapes = places_of([x.dtype for x in arrays]), [x.shape for x in arrays]
         parts = [split(one, places, shapes) for one in came]
         messages = [jax.tree.unflatten(structure, one) for one in parts]
-        return _differences(coded, messages, exchange, codec, axis_name)
+        return differences(coded, messages, exchange, codec, axis_name)
 
     return Sending(begin, end, routes_of(as_permutations(exchange)))
 

@@ -190,7 +190,7 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 # the last has arrived.
 GROUP_BYTES = 4 * 2**20
 
-Leaves = tuple[int, ...]
+LeafNumbers = tuple[int, ...]
 
 
 class Stage(NamedTuple):
@@ -203,8 +203,8 @@ class Stage(NamedTuple):
       run: the compiled part, over stacked arrays.
     """
 
-    leaves: Leaves
-    outputs: Leaves
+    leaves: LeafNumbers
+    outputs: LeafNumbers
     part: Part
     run: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
 
@@ -231,7 +231,7 @@ class Stages(NamedTuple):
     """
 
     early: Callable[..., list[jax.Array]]
-    finished: Leaves
+    finished: LeafNumbers
     groups: list[Stage]
     rest: Stage
     structure: Any
@@ -295,7 +295,7 @@ def make_stages(
     def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
         return cut.early(WorkerState(params, *others), batch)
 
-    def stage(leaves: Leaves) -> Stage:
+    def stage(leaves: LeafNumbers) -> Stage:
         outputs = tuple(number for number in leaves if number not in cut.finished)
         part = cut.part(outputs)
         return Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
@@ -313,7 +313,7 @@ def make_stages(
     )
 
 
-def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
+def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[LeafNumbers]:
     """Splits leaves of these sizes, in bytes, into runs of at least `group_bytes`."""
     group, total = [], 0
     for number, size in enumerate(sizes):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from decentjax._core.joining import Places, join, short_places, split
+from decentjax._core.joining import Joins, join, short_places, split
 
 # jit returns a long array as the same buffer: it is not copied.
 _join = jax.jit(join, static_argnums=1)
@@ -36,7 +36,7 @@ class _Lane(NamedTuple):
 
     number: int
     shapes: tuple[tuple[int, ...], ...]
-    joins: Places
+    joins: Joins
     joined: list[jax.ShapeDtypeStruct]
 
 

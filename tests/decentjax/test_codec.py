@@ -158,7 +158,7 @@ def test_each_block_sends_its_largest():
 
 def test_roundings_of_keys_and_places_are_independent():
     keys = jax.random.split(jax.random.key(0), 50)
-    draws = np.array([codec._uniform(key, 2000) for key in keys])
+    draws = np.array([codec._uniform(key, (2000,)) for key in keys])
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
     for pairs in (draws, draws.T[:50, :]):
         together = np.corrcoef(pairs)[np.triu_indices(50, 1)]

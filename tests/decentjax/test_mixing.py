@@ -165,6 +165,14 @@ def _mix(params: Any, exchange: Exchange, simulated: bool, **options: Any) -> An
     return _run(function, params, simulated=simulated)
 
 
+def _mean(params: Any, simulated: bool = True) -> Any:
+    return _run(lambda x: global_mean(x, AXIS), params, simulated=simulated)
+
+
+def _distance(params: Any, simulated: bool = True) -> Any:
+    return _run(lambda x: consensus_distance(x, AXIS), params, simulated=simulated)
+
+
 @functools.cache
 def _mixed(exchange: Exchange, simulated: bool) -> dict[str, jax.Array]:
     return _mix(_models(exchange.num_workers), exchange, simulated)
@@ -343,8 +351,7 @@ def test_a_leaf_that_is_the_same_on_all_workers_stays_so(exchange):
         return mix({"own": x, "constant": jnp.asarray(constant)}, exchange, AXIS)
 
     after = _run(of_worker, _models(8)["scalar"], simulated=True)
-    wanted = np.tile(constant, (8, 1))
-    np.testing.assert_allclose(after["constant"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(after["constant"], [constant] * 8, rtol=1e-6)
 
 
 class Layer(NamedTuple):
@@ -379,7 +386,9 @@ def test_only_floats_are_mixed_wherever_they_stand_in_the_tree(simulated):
 @EITHER_WAY
 def test_python_numbers_are_leaves_too(simulated):
     def of_worker(x):
-        tree = {"own": x, "float": 1.5, "int": 3, "bool": True}
+        # An array of double precision needs no x64.
+        wide = np.full((), 0.5)
+        tree = {"own": x, "float": 1.5, "int": 3, "bool": True, "wide": wide}
         return mix(tree, topology.ring(8)[0], AXIS)
 
     after = _run(of_worker, jnp.ones(8), simulated=simulated)
@@ -388,23 +397,16 @@ def test_python_numbers_are_leaves_too(simulated):
         "float": 1.5,
         "int": 3.0,
         "bool": 1.0,
+        "wide": 0.5,
     }
 
 
 @EITHER_WAY
-def test_numpy_leaves_of_double_precision_need_no_x64(simulated):
-    def of_worker(x):
-        return mix({"own": x, "constant": np.full(3, 0.5)}, topology.ring(8)[0], AXIS)
-
-    after = _run(of_worker, jnp.ones(8), simulated=simulated)
-    np.testing.assert_allclose(after["constant"], 0.5)
-
-
-@EITHER_WAY
-def test_complex_leaves_are_mixed(simulated):
+@pytest.mark.parametrize("message_dtype", [None, jnp.bfloat16])
+def test_complex_leaves_are_mixed_as_they_are(message_dtype, simulated):
     before = jnp.exp(1j * jnp.arange(8.0)) * jnp.arange(8)
     exchange = topology.hypercube(8)[0]
-    after = _mix(before, exchange, simulated)
+    after = _mix(before, exchange, simulated, message_dtype=message_dtype)
     np.testing.assert_allclose(after, _matrix(exchange) @ before, rtol=1e-6)
 
 
@@ -599,10 +601,7 @@ def test_the_mean_of_all_models_moves_to_no_side(graph):
 def test_the_global_mean_moves_the_mean_to_no_side(num_workers, simulated):
     draws = np.random.default_rng(0).uniform(0.5, 1.5, (num_workers, 10_000))
     models = jnp.asarray(draws, jnp.float32)
-    got = _run(
-        functools.partial(global_mean, axis_name=AXIS), models, simulated=simulated
-    )
-    moved = _wide(got).mean(0) / _wide(models).mean(0) - 1
+    moved = _wide(_mean(models, simulated)).mean(0) / _wide(models).mean(0) - 1
     assert abs(moved.mean()) < 2e-9
 
 
@@ -664,41 +663,43 @@ def test_a_bfloat16_leaf_is_mixed_in_float32_and_rounded_once(path, simulated):
     assert np.array_equal(narrow, wide.astype("bfloat16"))
 
 
-def test_an_exchange_of_another_size_than_the_axis_is_refused():
-    with pytest.raises(
-        ValueError, match="for 8 workers, but axis 'workers' has size 4"
-    ):
-        _mix(jnp.ones(4), topology.ring(8)[0], simulated=True)
-
-
-def test_a_topology_in_the_place_of_an_exchange_is_refused():
-    event = every(topology.ring(3), 2)[0]
-    with pytest.raises(TypeError, match="got Event: an Event is for the step"):
-        mix(jnp.ones(3), event, "workers")
-    with pytest.raises(TypeError, match=r"one Exchange, as in topology.* got Topology"):
-        _mix(jnp.ones(8), topology.ring(8), simulated=True)
+FOUR, EIGHT = topology.ring(4)[0], topology.ring(8)[0]
 
 
 @pytest.mark.parametrize(
-    "average",
-    [lambda x: mix(x, topology.ring(2)[0], AXIS), lambda x: global_mean(x, AXIS)],
+    ("average", "words"),
+    [
+        (lambda x: mix(x, EIGHT, AXIS), "for 8 workers, but axis 'workers' has size 4"),
+        (lambda x: mix([None], FOUR, AXIS), "the tree has no leaves"),
+        (lambda x: global_mean([None], AXIS), "the tree has no leaves"),
+        (lambda x: mix(x, FOUR, "rows"), "needs the mapped axis 'rows': call"),
+        (
+            lambda x: neighbor_allgather(x, topology.complete(4)[0], AXIS),
+            "needs an exchange of single workers",
+        ),
+        (lambda x: Lowering(piece_bytes=0), "piece_bytes must be at least 1, got 0"),
+        (lambda x: Lowering(piece_bytes=-1), "piece_bytes must be at least 1, got -1"),
+        (lambda x: Lowering(join_bytes=-1), "join_bytes must be at least 0, got -1"),
+        (lambda x: Lowering(groups="psum"), '"scatter" or "sum", got \'psum\''),
+    ],
 )
-def test_a_tree_without_leaves_is_refused(average):
-    with pytest.raises(ValueError, match="the tree has no leaves"):
-        _run(lambda x: average({"nothing": None}), jnp.ones(2), simulated=True)
+def test_what_cannot_be_averaged_is_refused(average, words):
+    with pytest.raises(ValueError, match=words):
+        _run(average, jnp.ones(4), simulated=True)
 
 
-def test_an_axis_that_is_not_mapped_is_named():
-    with pytest.raises(ValueError, match="needs the mapped axis 'workers': call"):
-        mix(jnp.ones(3), topology.ring(2)[0], AXIS)
+def test_a_topology_in_the_place_of_an_exchange_is_refused():
+    with pytest.raises(TypeError, match="got Event: an Event is for the step"):
+        mix(jnp.ones(3), every(topology.ring(3), 2)[0], AXIS)
+    with pytest.raises(TypeError, match=r"one Exchange, as in topology.* got Topology"):
+        mix(jnp.ones(8), topology.ring(8), AXIS)
 
 
 @EITHER_WAY
 @pytest.mark.parametrize("num_workers", [1, 5, 8])
 def test_the_global_mean_is_the_mean_and_leaves_integers_alone(num_workers, simulated):
     before = _models(num_workers) | {"step": jnp.arange(num_workers)}
-    mean = functools.partial(global_mean, axis_name=AXIS)
-    after = _run(mean, before, simulated=simulated)
+    after = _mean(before, simulated)
     assert np.array_equal(after.pop("step"), before.pop("step"))
     _assert_mixed(after, before, topology.complete(num_workers)[0])
     assert all(
@@ -709,9 +710,7 @@ def test_the_global_mean_is_the_mean_and_leaves_integers_alone(num_workers, simu
 @EITHER_WAY
 def test_the_global_mean_of_bfloat16_models_is_summed_in_float32(simulated):
     models = jnp.array([256, 1, 1, 1, 1, 1, 1, 1], jnp.bfloat16)
-    mean = functools.partial(global_mean, axis_name=AXIS)
-    got = _run(mean, models, simulated=simulated)
-    assert got.tolist() == [float(jnp.bfloat16(263 / 8))] * 8
+    assert _mean(models, simulated).tolist() == [float(jnp.bfloat16(263 / 8))] * 8
 
 
 @EITHER_WAY
@@ -724,31 +723,24 @@ def test_the_consensus_distance_is_the_root_mean_square_distance_to_the_mean(
         [_wide(x).reshape(num_workers, -1) for x in models.values()], 1
     )
     wanted = np.sqrt(np.square(flat - flat.mean(0)).sum() / num_workers)
-    distance = functools.partial(consensus_distance, axis_name=AXIS)
-    steps = {"step": 100 * jnp.arange(num_workers)}
-    got = _run(distance, models | steps, simulated=simulated)
+    got = _distance(models | {"step": 100 * jnp.arange(num_workers)}, simulated)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, np.full(num_workers, wanted), rtol=1e-5)
 
 
-def test_the_consensus_distance_of_bfloat16_models_is_not_rounded_to_bfloat16():
-    models = jnp.array([1, 1 + 2**-7], jnp.bfloat16)
-    distance = functools.partial(consensus_distance, axis_name=AXIS)
-    np.testing.assert_allclose(_run(distance, models, simulated=True), 2**-8)
-
-
-def test_the_consensus_distance_counts_imaginary_parts():
-    models = jnp.array([1 + 1j, 1 - 1j])
-    distance = functools.partial(consensus_distance, axis_name=AXIS)
-    np.testing.assert_allclose(_run(distance, models, simulated=True), 1)
-
-
-def test_the_consensus_distance_takes_python_numbers():
-    def distance(x):
-        return consensus_distance({"own": x, "constant": 1.5}, AXIS)
-
-    got = _run(distance, jnp.array([1.0, 3.0]), simulated=True)
-    np.testing.assert_allclose(got, 1)
+@pytest.mark.parametrize(
+    ("models", "wanted"),
+    [
+        (jnp.array([1, 1 + 2**-7], jnp.bfloat16), 2**-8),
+        (jnp.array([1 + 1j, 1 - 1j]), 1),
+        (jnp.array([1, 5]), 0),
+    ],
+    ids=["not rounded to bfloat16", "imaginary parts", "no floats"],
+)
+def test_the_consensus_distance_counts_all_of_the_floats(models, wanted):
+    np.testing.assert_allclose(_distance(models), wanted)
+    with_number = over_workers(lambda x: consensus_distance((x, 1.5), AXIS))
+    np.testing.assert_allclose(with_number(models), wanted)
 
 
 @functools.cache
@@ -806,27 +798,6 @@ def test_a_joint_step_of_aer_sends_one_model_over_each_nodes_link():
     assert sent.node_bytes.tolist() == [840 * 4, 840 * 4]
 
 
-# XLA sends the narrow floats of a CPU mesh as float32.
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_group_mean_costs_no_more_than_a_reduce_scatter_and_an_all_gather(
-    size, dtype
-):
-    text = _compiled_text(topology.butterfly_groups(8, size)[0], dtype)
-    sent = hlo.traffic(text, 8, 8)
-    assert sent.worker_bytes.max() <= 2 * (1 - 1 / size) * 840 * 4
-
-
-def test_complex_leaves_are_sent_as_they_are_whatever_the_message_dtype():
-    exchange = topology.ring(5)[0]
-    models = jnp.arange(5) + 1j * jnp.arange(5)[::-1]
-    narrow = functools.partial(
-        mix, exchange=exchange, axis_name=AXIS, message_dtype=jnp.bfloat16
-    )
-    wanted = matrices(topology.ring(5))[0] @ np.asarray(models)
-    np.testing.assert_allclose(over_workers(narrow)(models), wanted, rtol=1e-6)
-
-
 LOWERINGS = {
     "pieces": Lowering(piece_bytes=100),
     "small_pieces": Lowering(piece_bytes=3),
@@ -840,20 +811,6 @@ LOWERED = PATHS | {
     "pairs_as_groups": topology.butterfly_groups(4, 2)[1],
     "pairs_of_nodes": _hierarchical(_butterfly(2), 2)(8)[0],
 }
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"piece_bytes": 0}, "piece_bytes must be at least 1, got 0"),
-        ({"piece_bytes": -1}, "piece_bytes must be at least 1, got -1"),
-        ({"join_bytes": -1}, "join_bytes must be at least 0, got -1"),
-        ({"groups": "psum"}, 'groups must be "scatter" or "sum", got \'psum\''),
-    ],
-)
-def test_a_lowering_that_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Lowering(**options)
 
 
 def _adds_in_order(exchange: Exchange, lowering: Lowering) -> bool:
@@ -1117,14 +1074,6 @@ def test_neighbor_allgather_returns_the_models_that_mix_averages(graph, simulate
                     np.testing.assert_array_equal(trees["x"][i, k], x[peer])
                     found[i, peer] += weight
         np.testing.assert_allclose(found, wanted, atol=1e-6)
-
-
-def test_neighbor_allgather_of_groups_gets_a_sentence():
-    def peers(x):
-        return neighbor_allgather(x, topology.complete(4)[0], AXIS)
-
-    with pytest.raises(ValueError, match="needs an exchange of single workers"):
-        jax.vmap(peers, axis_name=AXIS)(jnp.zeros(4))
 
 
 def ring_matrix(n):

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from train.cli.load import load_function
-from train.config import Config, Exchange, Policy
+from train.config import Config, ExchangeSection, Policy
 from train.fields import nearest, place_of
 
 KINDS: dict[str, dict[str, Any]] = {
-    "exchange": {kind.name: kind for kind in typing.get_args(Exchange)},
+    "exchange": {kind.name: kind for kind in typing.get_args(ExchangeSection)},
     "policy": {kind.name: kind for kind in typing.get_args(Policy)},
 }
 

@@ -202,7 +202,7 @@ class GroupExchange(ApartExchange):
             raise ValueError(f"patience must be positive, got {self.patience}")
 
 
-Exchange = (
+ExchangeSection = (
     AutoExchange
     | InStepExchange
     | BackgroundExchange

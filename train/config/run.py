@@ -17,7 +17,7 @@ from train.config.exchange_section import (
     ApartExchange,
     AutoExchange,
     BackgroundExchange,
-    Exchange,
+    ExchangeSection,
     GroupExchange,
     PeerExchange,
     QuorumExchange,
@@ -88,7 +88,7 @@ class Config:
     policy: Policy = field(default_factory=FixedPolicy)
     step: StepConfig = field(default_factory=StepConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
-    exchange: Exchange = field(default_factory=AutoExchange)
+    exchange: ExchangeSection = field(default_factory=AutoExchange)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

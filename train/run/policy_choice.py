@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from decentjax import WorkerState
 from decentjax import policy as policies
-from decentjax.dispersion import MEASURES
+from decentjax.dispersion import measures_of
 from train.config import (
     Config,
     DampingPolicy,
@@ -116,7 +116,7 @@ def dispersion(norms: np.ndarray) -> float | None:
     """
     if not np.isfinite(norms).all():
         return None
-    return float(MEASURES["gini"](norms).mean())
+    return float(measures_of(norms)["gini"].mean())
 
 
 def _factor(config: Config, power: float) -> Callable[[int], float]:

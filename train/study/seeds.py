@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from decentjax import WorkerState, local_workers
 from decentjax.analysis import traffic
-from decentjax.dispersion import MEASURES, NORMS, tensor_names
+from decentjax.dispersion import NORMS, measures_of, tensor_names
 from decentjax.loss import Metrics
 from decentjax.process import phases
 from decentjax.schedule import Event
@@ -239,8 +239,8 @@ def sent_by(
 
 def _spread(norms: np.ndarray, distances: np.ndarray) -> dict[str, list[list[float]]]:
     """Measures over the workers of norms [K, N, L], and the distances [K, N, L]."""
-    by_worker = np.moveaxis(norms, 1, 0)
-    found = {name: f(by_worker).tolist() for name, f in MEASURES.items()}
+    measures = measures_of(np.moveaxis(norms, 1, 0))
+    found = {name: values.tolist() for name, values in measures.items()}
     return found | {"consensus_distance": distances[:, 0].tolist()}
 
 
