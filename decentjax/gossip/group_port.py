@@ -39,14 +39,13 @@ class GroupPort(PartyPort):
         patience: float | AutoPatience,
         used: Callable[[MergeRecord], None] | None,
     ):
-        super().__init__(party, groups.num_workers)
+        super().__init__(party, groups.num_workers, used)
         if isinstance(patience, AutoPatience) or not patience > 0:
             raise ValueError(
                 "groups wait for live but silent workers for a while, and in a mean of "
                 f"all for the slowest: give a patience such as 60.0, got {patience}"
             )
         self._groups, self._patience = groups, patience
-        self._used = used or (lambda _: None)
         self._means: GroupMeans | None = None
 
     @property

@@ -199,9 +199,9 @@ class QuorumMeans(Way):
     Args:
       links: links to the peers, with messages of `NUM_PARTS` parts.
       topology: the exchange of each round.
+      ledger: as in `Way`.
       quorum: how they are merged.
       schedule: schedule of the rounds.
-      ledger: as in `Way`.
     """
 
     takes_newest, gathers = True, True
@@ -210,9 +210,9 @@ class QuorumMeans(Way):
         self,
         links: Links,
         topology: Graph,
+        ledger: Ledger | None,
         quorum: Quorum,
         schedule: Schedule,
-        ledger: Ledger | None = None,
     ):
         super().__init__(links, topology, ledger)
         self.quorum, self._schedule = quorum, schedule

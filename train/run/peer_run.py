@@ -144,8 +144,8 @@ def build_peers(
         assert isinstance(exchange, PeerExchange | QuorumExchange)
         build, silent = config.topology.build_for, exchange.silent_seconds
         alone = JOIN_SECONDS if has_begun(folder) else START_SECONDS
-        elastic = gossip.Elastic(functools.cache(build), _quorum(config), silent, alone)
-        common |= {"elastic": elastic, "batches_read": read}
+        how = _quorum(config), silent, alone, read
+        common["elastic"] = gossip.Elastic(functools.cache(build), *how)
     match exchange:
         case GroupExchange():
             return gossip.Peers(

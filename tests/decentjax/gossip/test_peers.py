@@ -50,6 +50,7 @@ from tests.parties import (
     loss_fn,
     party_of,
     peers_run,
+    replayed,
     rounds_run,
     start,
 )
@@ -423,7 +424,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
     results = peers_run(graph, book, patience=0.1, delays=delays, merge=way)
     records = [one for _, used in results for one in used]
     assert any(one.models for one in records)
-    states = gossip.replay(
+    states = replayed(
         LOCAL,
         graph,
         way,
@@ -439,7 +440,7 @@ def test_a_record_in_which_a_worker_came_back_is_not_repeated():
     records = [gossip.MergeRecord(step, 0, 0, ()) for step in (0, 1, 5)]
     words = "worker 0 goes from step 1 to 5: it rejoined there"
     with pytest.raises(ValueError, match=words):
-        gossip.replay(
+        replayed(
             LOCAL,
             topology.ring(2),
             "arrived",
@@ -457,9 +458,7 @@ def test_a_record_that_is_not_whole_is_refused():
     )
     words = r"worker 0 needs at step 0 \[\(1, 3\)\].*no recorded step makes"
     with pytest.raises(ValueError, match=words):
-        gossip.replay(
-            LOCAL, graph, "arrived", states, lambda *_: np.ones(1, "f4"), records
-        )
+        replayed(LOCAL, graph, "arrived", states, lambda *_: np.ones(1, "f4"), records)
 
 
 def test_a_folder_has_a_path_or_its_name(tmp_path):

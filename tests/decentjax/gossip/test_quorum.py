@@ -31,17 +31,15 @@ from decentjax.gossip import (
     Peers,
     Quorum,
     Taken,
-    WorkerSteps,
     count_examples,
-    replay,
 )
+from decentjax.gossip.peer_port import from_anchor, of_permutations
 from decentjax.gossip.quorum import (
     NUM_PARTS,
     Contribution,
     QuorumMeans,
     weighted_mean,
 )
-from decentjax.gossip.round_port import from_anchor, of_permutations
 from decentjax.links import Links, Piece, Said
 from decentjax.schedule import every
 from tests.parties import (
@@ -54,6 +52,7 @@ from tests.parties import (
     loss_fn,
     party_of,
     peers_run,
+    replayed,
     start,
 )
 
@@ -160,7 +159,7 @@ def three(tmp_path):
 
 def means(net, worker, quorum, period=1):
     schedule = every(topology.ring(3), period, delay=1)
-    return QuorumMeans(net.links[worker], topology.ring(3), quorum, schedule)
+    return QuorumMeans(net.links[worker], topology.ring(3), None, quorum, schedule)
 
 
 def arrives(net, worker, peers, step):
@@ -377,7 +376,7 @@ def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
     graph = topology.damped(topology.complete(4), (1 - own) * 4 / 3)
     how = Rounds(graph).schedule
     quorum = Quorum(weights="equal", guard=Guard(2.0, "clip"))
-    merge = QuorumMeans(None, of_permutations("", graph), quorum, how)
+    merge = QuorumMeans(None, of_permutations(graph), None, quorum, how)
     away = np.array([3, -2], np.float32)  # From 0, where no weight counts.
     models = away + np.array([[0, 0], [1, 0], [0, 1], [0, 10]], np.float32)
     found = [
@@ -589,9 +588,9 @@ def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
         del worker
         return jnp.full(1, float(step))
 
-    lives = [WorkerSteps([0, 1, 3]), WorkerSteps([3], joined=(0, 3))]
+    lives = [([0, 1, 3], None), ([3], (0, 3))]
     how = how, Quorum(), states, batch, records
-    found = replay(local, *how, lives=lives, skip=moved)
+    found = replayed(local, *how, lives=lives, skip=moved)
     one, other = ((x.params, x.opt_state) for x in found)
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
@@ -631,8 +630,8 @@ def test_weights_that_are_not_recorded_are_those_of_the_run(how, tmp_path):
     ]
     weights = {x.weight for _, used in results for one in used for x in one.models}
     assert len(weights) > 1
-    lives = [WorkerSteps([t - 1 for t in found]) for found, _ in results]
-    after = replay(
+    lives = [([t - 1 for t in found], None) for found, _ in results]
+    after = replayed(
         LOCAL,
         how,
         quorum,

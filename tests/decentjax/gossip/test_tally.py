@@ -11,8 +11,8 @@ import pytest
 from decentjax import topology
 from decentjax.exchange import Topology
 from decentjax.gossip import Peers, Quorum
+from decentjax.gossip.peer_port import of_permutations
 from decentjax.gossip.quorum import QuorumMeans
-from decentjax.gossip.round_port import of_permutations
 from decentjax.links import Message
 from decentjax.rounds import Rounds
 from decentjax.schedule import Round, Schedule, every
@@ -70,8 +70,8 @@ class Post:
 
 
 def means(schedule, post, quorum):
-    graph = of_permutations(schedule.name, schedule.exchanges)
-    return QuorumMeans(post, graph, quorum, schedule)
+    graph = of_permutations(Topology(schedule.name, schedule.exchanges))
+    return QuorumMeans(post, graph, None, quorum, schedule)
 
 
 @pytest.mark.draw(3)
