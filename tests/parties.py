@@ -34,7 +34,7 @@ def at_once(worker, step):
 
 
 def party_of(
-    book: gossip.Book | Path | str,
+    book: Any,
     workers: Sequence[int],
     devices: Sequence[Any] | None = None,
     **options: Any,

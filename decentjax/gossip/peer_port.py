@@ -41,7 +41,7 @@ from decentjax.plan import rounds_of
 from decentjax.rounds import Rounds, RoundState
 from decentjax.state import WorkerState
 
-Place = tuple[int, int]
+ShardBatch = tuple[int, int]
 """Numbers of a shard, and of a batch in it."""
 JOIN_SECONDS = 3.0  # Wait for a peer's state, before the next peer is asked.
 MOST_JOIN_SECONDS = 15.0  # The same, once none has answered for long.
@@ -107,7 +107,7 @@ class PartyPort(Port):
         None once no peer is ahead, or this process is to end.
         """
 
-    def next_reads(self, step: int) -> list[Place]:
+    def next_reads(self, step: int) -> list[ShardBatch]:
         """The batches that the workers of this process read in a step."""
         return [(worker, step) for worker in self.party.workers]
 
@@ -170,7 +170,7 @@ class PeerPort(PartyPort):
         self._leaves: list[Layout] = []
         self._sent: list[Layout] = []
         self._number, self._began, self._deadline = -1, 0.0, 0.0
-        self._reading: dict[int, Place] = {}
+        self._reading: dict[int, ShardBatch] = {}
         self._taken = -1
         self._awaited = 0  # The first round whose messages this process can expect.
         if elastic is not None:
@@ -270,18 +270,13 @@ class PeerPort(PartyPort):
     def show(self, state: WorkerState, step: int) -> None:
         if guests := self.links.joining():
             rows = self.states.rows(adopted(state))
-            asked = {worker for _, worker in guests}
-            # Copies, which no later step donates.
-            copies = {
-                worker: [jnp.array(x, copy=True) for x in own]
-                for worker, own in zip(self.party.workers, rows, strict=True)
-                if worker in asked
-            }
+            of_workers = dict(zip(self.party.workers, rows, strict=True))
+            said = self._way.said(step, *[0] * self._num_parts)
             self.links.met |= {guest for guest, _ in guests}
             for guest, worker in guests:
-                whole = len(self._forms)
-                said = self._way.said(step, *[0] * self._num_parts)
-                self.links.publish(worker, guest, whole, copies[worker], said)
+                # Copies, which no later step donates.
+                own = [jnp.array(x, copy=True) for x in of_workers[worker]]
+                self.links.publish(worker, guest, len(self._forms), own, said)
         if not self._reports_taken:
             self.links.at(step)
 
@@ -316,7 +311,7 @@ class PeerPort(PartyPort):
             if self.ledger is not None:
                 self.ledger.forget(worker)
             if isinstance(self._way, QuorumMeans):
-                self._way.forget(worker, first)
+                self._way.tally.forget(worker, first)
 
     def whole(
         self, worker: int, after: int, ended: Callable[[], bool]
@@ -424,7 +419,7 @@ class PeerPort(PartyPort):
             arrivals = [came.get(peer, math.inf) - self._began for peer in peers]
             self.waits.add(x if x <= late else math.inf for x in arrivals)
 
-    def next_reads(self, step: int) -> list[Place]:
+    def next_reads(self, step: int) -> list[ShardBatch]:
         if self.ledger is None:
             return super().next_reads(step)
         count = self.topology.num_workers
@@ -441,7 +436,7 @@ class PeerPort(PartyPort):
         if self._quorum is not None and isinstance(self._way, QuorumMeans):
             tokens = self._quorum.count_tokens(batch)
             for worker, number in zip(self.party.workers, tokens, strict=True):
-                self._way.count(worker, int(number))
+                self._way.tally.count(worker, int(number))
         if self.ledger is not None:
             for worker, place in self._reading.items():
                 self.ledger.add(worker, *place)

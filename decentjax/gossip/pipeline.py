@@ -190,7 +190,7 @@ def _variables(atoms: Iterable[Any]) -> list[Any]:
 # the last has arrived.
 GROUP_BYTES = 4 * 2**20
 
-Leaves = tuple[int, ...]
+LeafNumbers = tuple[int, ...]
 
 
 class Stage(NamedTuple):
@@ -203,8 +203,8 @@ class Stage(NamedTuple):
       run: the compiled part, over stacked arrays.
     """
 
-    leaves: Leaves
-    outputs: Leaves
+    leaves: LeafNumbers
+    outputs: LeafNumbers
     part: Part
     run: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
 
@@ -231,7 +231,7 @@ class Stages(NamedTuple):
     """
 
     early: Callable[..., list[jax.Array]]
-    finished: Leaves
+    finished: LeafNumbers
     groups: list[Stage]
     rest: Stage
     structure: Any
@@ -242,17 +242,11 @@ class Stages(NamedTuple):
 
 
 def stages_of(
-    plans: dict[Any, Stages],
-    adapt: Adapt,
-    state: WorkerState,
-    batch: Any,
-    mesh: Mesh,
-    is_whole: bool = False,
+    adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
 ) -> Stages:
-    """Returns the plan for arrays of these shapes, made on first use.
+    """Cuts a local update for arrays of these shapes.
 
     Args:
-      plans: plans by the kind of arrays.
       adapt: the local update.
       state: stacked state.
       batch: stacked batch.
@@ -263,19 +257,8 @@ def stages_of(
       ValueError: if an array does not have a row for each worker, or `adapt` cannot be
         cut.
     """
-    # As in `jax.jit`: a last, shorter batch is another program.
-    leaves, structure = jax.tree.flatten((state, batch))
-    kind = structure, tuple((x.shape, x.dtype) for x in leaves)
-    if kind not in plans:
-        hint = "; in a job of several processes, place them first"
-        check_rows({"state": state, "batch": batch}, mesh.shape[axis_of(mesh)], hint)
-        plans[kind] = make_stages(adapt, state, batch, mesh, is_whole)
-    return plans[kind]
-
-
-def make_stages(
-    adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
-) -> Stages:
+    hint = "; in a job of several processes, place them first"
+    check_rows({"state": state, "batch": batch}, mesh.shape[axis_of(mesh)], hint)
     check_no_own_model(state.opt_state, "an exchange beside the step")
     inside = inside_worker(mesh, axis_of(mesh))
     of_worker = jax.tree.map(lambda x: one_row(x, inside), (state, batch))
@@ -295,7 +278,7 @@ def make_stages(
     def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
         return cut.early(WorkerState(params, *others), batch)
 
-    def stage(leaves: Leaves) -> Stage:
+    def stage(leaves: LeafNumbers) -> Stage:
         outputs = tuple(number for number in leaves if number not in cut.finished)
         part = cut.part(outputs)
         return Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
@@ -313,7 +296,7 @@ def make_stages(
     )
 
 
-def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
+def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[LeafNumbers]:
     """Splits leaves of these sizes, in bytes, into runs of at least `group_bytes`."""
     group, total = [], 0
     for number, size in enumerate(sizes):

@@ -34,10 +34,10 @@ Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""
 Version = tuple[int, int]
 """A worker and a step: of the model that it has sent, or of its state then."""
-Life = tuple[Sequence[int], Version | None]
+WorkerPast = tuple[Sequence[int], Version | None]
 """The steps of a worker, in order, and the worker with whose state it has begun and its
 step, as `Peers.joined_from` returns it; None for its own state."""
-Stepped = tuple[int, int, WorkerState, Metrics]
+WorkerStep = tuple[int, int, WorkerState, Metrics]
 """Worker, step, the state after it, whose next step donates all but its params, and
 metrics."""
 Records = dict[Version, list[MergeRecord]]
@@ -50,9 +50,9 @@ def replay(
     states: Sequence[WorkerState],
     batches: Batches,
     records: Iterable[MergeRecord],
-    lives: Sequence[Life] | None = None,
+    lives: Sequence[WorkerPast] | None = None,
     skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
-) -> Iterator[Stepped]:
+) -> Iterator[WorkerStep]:
     """Repeats a run of peers on one device, one worker after another.
 
     Args:
@@ -98,7 +98,7 @@ def replay(
       0 0 [[1. 1.]]
       1 0 [[2. 2.]]
     """
-    run = _Run(plan, merge, records)
+    run = _Replay(plan, merge, records)
     if lives is None:
         lives = [(own, None) for own in _steps_of(run.of_steps, len(states))]
     run.guests = {joined for _, joined in lives}
@@ -111,7 +111,7 @@ def replay(
     )
 
 
-class _Run:
+class _Replay:
     """What the workers of a run share.
 
     Args:
@@ -165,7 +165,7 @@ class _Run:
 class _Worker(Beside):
     """A worker that repeats its steps."""
 
-    def __init__(self, local: Adapt, run: _Run, worker: int):
+    def __init__(self, local: Adapt, run: _Replay, worker: int):
         super().__init__(local, run.rounds, worker_mesh(1), _Recorded(run, worker))
         self._of, self._worker = run, worker
 
@@ -176,7 +176,7 @@ class _Worker(Beside):
         joined: Version | None,
         batches: Batches,
         skip: Callable[[WorkerState, int], WorkerState],
-    ) -> Iterator[Stepped | str]:
+    ) -> Iterator[WorkerStep | str]:
         """Its steps; texts say what it needs before it can continue."""
         run, worker, next_step = self._of, self._worker, min(steps, default=0)
         if joined is not None:
@@ -207,7 +207,7 @@ class _Worker(Beside):
         if self._of.weigh is not None:
             way = self._of.weigh.way
             (tokens,) = way.quorum.count_tokens(batch)
-            way.count(self._worker, tokens)
+            way.tally.count(self._worker, tokens)
 
 
 class _Recorded(Port):
@@ -215,7 +215,7 @@ class _Recorded(Port):
 
     phase = "exchanging"
 
-    def __init__(self, run: _Run, worker: int):
+    def __init__(self, run: _Replay, worker: int):
         self.takes_groups = not isinstance(run.plan, Wagma)
         self._of, self._worker = run, worker
 
@@ -289,7 +289,7 @@ class _Weigh:
         return self._coming[peer]
 
 
-def _in_order(lives: list[Iterator[Stepped | str]]) -> Iterator[Stepped]:
+def _in_order(lives: list[Iterator[WorkerStep | str]]) -> Iterator[WorkerStep]:
     """Runs the steps of all workers, each once its inputs are available."""
     while lives:
         needs = []

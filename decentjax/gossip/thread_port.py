@@ -19,7 +19,7 @@ from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.lowerings import (
-    Mix,
+    CompiledMix,
     Mixes,
     compiled_mix,
     compiled_mix_encoded,
@@ -215,7 +215,9 @@ def host_mesh(mesh: Mesh) -> Mesh:
     return Mesh(twins.reshape(mesh.devices.shape), mesh.axis_names)
 
 
-def mix_elsewhere(mix_models: Mix, models: Any, mesh: Mesh, exchange_mesh: Mesh) -> Any:
+def mix_elsewhere(
+    mix_models: CompiledMix, models: Any, mesh: Mesh, exchange_mesh: Mesh
+) -> Any:
     """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
     there = jax.tree.map(lambda x: moved(x, mesh, exchange_mesh), models)
     mixed = mix_models(there)

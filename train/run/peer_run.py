@@ -186,7 +186,9 @@ def amounts_of(task: Task) -> Callable[[Any], list[int]]:
     return amounts
 
 
-def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
+def _bound(
+    config: Config, folder: Path
+) -> tuple[str, gossip.Addresses | gossip.Folder]:
     """Where this process listens, and the book in which it finds the others."""
     exchange, place = config.exchange, peer_place(config)
     assert isinstance(exchange, ApartExchange)

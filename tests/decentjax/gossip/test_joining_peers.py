@@ -17,7 +17,7 @@ import pytest
 from decentjax import gossip, methods, simulate, topology
 from decentjax.gossip import Elastic, Peers, Quorum
 from decentjax.gossip.peer_port import PeerPort
-from decentjax.links import Links
+from decentjax.links import Book, Links
 from decentjax.links.handshake import Handshakes
 from tests.parties import LOCAL, LONG, in_threads, party_of
 
@@ -32,10 +32,10 @@ def read(shard, number):
 
 
 @dataclasses.dataclass
-class HidingBook(gossip.Book):
+class HidingBook(Book):
     """A book whose reader sees no other entries before it is opened."""
 
-    book: gossip.Book
+    book: Book
     is_open: bool = False
 
     def write(self, worker, entry):
