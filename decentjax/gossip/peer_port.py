@@ -35,7 +35,6 @@ from decentjax.gossip.merging import (
 )
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
-from decentjax.gossip.thread_port import check_encodes
 from decentjax.links import Links, Message, PeerProcess, check_party
 from decentjax.plan import rounds_of
 from decentjax.rounds import Rounds, RoundState
@@ -135,8 +134,8 @@ class PeerPort(PartyPort):
     Raises:
       TypeError: if `party` is not a `PeerProcess`.
       ValueError: if the plan has nodes, a topology groups, the workers do not fit it,
-        messages of slices are to be encoded, or the merge, the patience, a compression
-        and peers that join and leave do not fit each other.
+        or the merge, the patience, a compression and peers that join and leave do not
+        fit each other.
     """
 
     def __init__(
@@ -178,7 +177,6 @@ class PeerPort(PartyPort):
 
     def _check(self, rounds: Rounds) -> None:
         """Raises a ValueError for what does not fit."""
-        check_encodes(self._compression, self.party.mesh)
         self._way_of.check(self.topology)
         check_whole(rounds, self.waits.longest)
         if self.waits.auto is not None and not self._way_of.takes_newest:

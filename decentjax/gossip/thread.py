@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
-from decentjax.compression import Leaves
+from decentjax.compression import Compression, Leaves
 from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.port import Arrival, Port, Record, ignore
@@ -27,6 +27,7 @@ from decentjax.placement import (
     local_workers,
     over_workers,
     place,
+    slices_of,
 )
 from decentjax.plan import (
     GradientMean,
@@ -76,8 +77,8 @@ class Beside(Closing):
 
     Raises:
       TypeError: if the plan is neither topology nor rounds, or the port is none.
-      ValueError: if the compression of the rounds has shards, or the mesh has a
-        different number of workers.
+      ValueError: if messages of slices are to be encoded, or the mesh has a different
+        number of workers.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Beside(Closing):
         rounds = check_beside(plan)
         warn_of_plan(plan)
         _check_port(port, mesh, workers)
+        _check_encodes(rounds.compression, mesh)
         of_packed = rounds.adapt(local)
 
         def adapt(state: WorkerState, batch: Any, mixed: Any) -> NewState:
@@ -437,6 +439,16 @@ def _check_port(port: Port, mesh: Mesh, workers: Sequence[int] | None) -> None:
         raise ValueError(
             f"workers are the different numbers of the {count} workers of the mesh, "
             f"got {workers}"
+        )
+
+
+def _check_encodes(compression: Compression | None, mesh: Mesh) -> None:
+    """Raises a ValueError if messages of slices are to be encoded."""
+    if compression is not None and len(slices_of(mesh)[0]) > 1:
+        raise ValueError(
+            "beside the step messages are encoded for workers of one device, but these "
+            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh, in "
+            "the trainer the exchange in_step, or no compression"
         )
 
 
