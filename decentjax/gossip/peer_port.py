@@ -25,6 +25,7 @@ from decentjax.gossip.merging import (
     Graph,
     MergeRecord,
     Models,
+    Way,
     check_symmetric,
     check_whole,
     distances,
@@ -36,7 +37,7 @@ from decentjax.gossip.merging import (
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
 from decentjax.links import Links, Message, PeerProcess, check_party
-from decentjax.plan import rounds_of
+from decentjax.plan import Plan, rounds_of
 from decentjax.rounds import Rounds, RoundState
 from decentjax.state import WorkerState
 
@@ -141,7 +142,7 @@ class PeerPort(PartyPort):
     def __init__(
         self,
         party: PeerProcess,
-        plan: Topology | Rounds,
+        plan: Plan,
         merge: str | Quorum,
         patience: float | AutoPatience,
         elastic: Elastic | None,
@@ -150,15 +151,15 @@ class PeerPort(PartyPort):
         rounds = rounds_of(plan)
         super().__init__(party, rounds.num_workers, used)
         self._quorum = merge if isinstance(merge, Quorum) else None
-        self._way_of = WAYS[merge] if isinstance(merge, str) else QuorumMeans
+        self._way_of: type[Way] = (
+            QuorumMeans if isinstance(merge, Quorum) else WAYS[merge]
+        )
         self._schedule, self._compression = rounds.schedule, rounds.compression
         self._needs_all, self.waits = sends_changes(rounds), Waits(patience)
         # Without a quorum a topology's models are sent a step ahead, as they are.
         is_ahead = isinstance(plan, Topology) and self._quorum is None
-        own_graph = (
-            checked if is_ahead else lambda graph: checked(of_permutations(graph))
-        )
-        self.topology = own_graph(plan if is_ahead else rounds_graph(rounds))
+        own_graph = functools.partial(peer_graph, takes_groups=not is_ahead)
+        self.topology = own_graph(rounds.topology if is_ahead else rounds_graph(rounds))
         # Rounds that none joins report those that they have taken, as peers wait for
         # that at the end.
         self._reports_taken = not (is_ahead or elastic or self._quorum)
@@ -478,8 +479,14 @@ class PeerPort(PartyPort):
             )
 
 
-def checked(topology: Topology) -> Topology:
-    """Returns a topology, unless an exchange has groups or nodes."""
+def peer_graph(topology: Topology, takes_groups: bool) -> Topology:
+    """Returns a topology of messages between single workers.
+
+    Raises:
+      ValueError: if an exchange has nodes, or groups that it may not have.
+    """
+    if takes_groups:
+        topology = of_permutations(topology)
     for exchange in topology:
         if exchange.workers_per_node > 1 or not isinstance(
             exchange.between, Permutations

@@ -87,9 +87,9 @@ def repeat(
         case _:
             raise ValueError("only runs of peers are repeated")
     how = start.copy(), batches, records, done, at_step
-    for worker, *stepped in gossip.replay(local, graph, way, *how):
-        observe(worker, *stepped)
-        start[worker] = stepped[1]
+    for worker, step, state, metrics in gossip.replay(local, graph, way, *how):
+        observe(worker, step, state, metrics)
+        start[worker] = state
     return start
 
 
