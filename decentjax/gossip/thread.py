@@ -314,9 +314,9 @@ class Beside(Closing):
         """A step of rounds, with each part a separate program."""
         check_carried(state)
         sends, receives = self._rounds.schedule[step]
-        known = state._replace(extra=())
+        bare = state._replace(extra=())
         if self._rounds.delay == 0:
-            new, metrics = self._run(self._whole, known, batch, step)
+            new, metrics = self._run(self._whole, bare, batch, step)
             new = new._replace(extra=self._counted(state.extra, batch))
             if sends:
                 new = self._send(sends, new, step)
@@ -329,7 +329,7 @@ class Beside(Closing):
             if receives:
                 mixed, new, metrics = self._merged(receives, mixed, batch, step)
             else:
-                new, metrics = self._run(self._whole, known, batch, step)
+                new, metrics = self._run(self._whole, bare, batch, step)
             new = new._replace(extra=self._counted(mixed.extra, batch))
         new = without_messages(self._rounds, new)
         self._next, self._extra = step + 1, new.extra
