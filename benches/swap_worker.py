@@ -19,13 +19,13 @@ from decentjax import (
     AXIS,
     Lowering,
     global_mean,
-    gossip,
     mix,
     over_workers,
     place,
     topology,
     worker_mesh,
 )
+from decentjax.gossip.lowerings import fastest_mixes
 from train.config import DistributedConfig
 from train.job.distributed import start
 
@@ -99,7 +99,7 @@ def _ways(megabytes: float) -> list[ExchangeWay]:
         return lambda t: jax.block_until_ready(mixes[t % len(mixes)](model))
 
     def in_two(dtype: Any) -> Callable[[int], Any]:
-        mixes = gossip.fastest_mixes(graph, mesh, 4 * size, dtype)
+        mixes = fastest_mixes(graph, mesh, 4 * size, dtype)
         return lambda t: jax.block_until_ready(mixes[graph[t]](model))
 
     return [

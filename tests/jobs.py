@@ -211,6 +211,18 @@ def spawn(folder, worker, count, **env):
     )
 
 
+@contextlib.contextmanager
+def spawned(folder, count, **env):
+    """Workers of peer_line.py; also those that are added are killed in the end."""
+    workers = [spawn(folder, worker, count, **env) for worker in range(count)]
+    try:
+        yield workers
+    finally:
+        for process in workers:
+            process.kill()
+            process.communicate()
+
+
 def read_step(process, step):
     """The last line of a worker that has come to this step."""
     assert process.stdout is not None

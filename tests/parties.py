@@ -34,7 +34,7 @@ def at_once(worker, step):
 
 
 def party_of(
-    book: gossip.Book | Path | str,
+    book: Any,
     workers: Sequence[int],
     devices: Sequence[Any] | None = None,
     **options: Any,
@@ -206,3 +206,9 @@ def flat(params):
 
 def encoded(how, codec, sent=error_feedback, **options):
     return dataclasses.replace(how, compression=sent(codec, **options))
+
+
+def replayed(*run, **options):
+    """The last state of each worker of a run that is repeated, in order."""
+    states = {worker: state for worker, _, state, _ in gossip.replay(*run, **options)}
+    return [states[worker] for worker in sorted(states)]

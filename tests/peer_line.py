@@ -21,8 +21,8 @@ from decentjax.gossip import (
     Folder,
     PeerProcess,
     Peers,
-    Store,
 )
+from decentjax.links import Store
 
 
 def loss_fn(params, model_state, batch, key):

@@ -32,6 +32,7 @@ from decentjax import (
     place,
     worker_mesh,
 )
+from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.merging import neighbors, receivers, senders
 from decentjax.links import Links, Piece, Said
 from train.config import DistributedConfig
@@ -98,7 +99,7 @@ def _loss_fn(params: Any, model_state: Any, batch: jax.Array, key: jax.Array):
 
 
 def _exchange(graph: Topology, mesh: Mesh, params: Any, model_bytes: int) -> Runner:
-    mixes = gossip.fastest_mixes(graph, mesh, model_bytes)
+    mixes = fastest_mixes(graph, mesh, model_bytes)
 
     def exchange(params: Any, t: int) -> Any:
         # A leaf at a time, as `Background` sends them, so that this is its limit.

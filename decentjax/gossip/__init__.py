@@ -5,35 +5,30 @@ from typing import Any
 from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background
 from decentjax.gossip.batches_read import Read
-from decentjax.gossip.engine import Engine, SharedEngine
+from decentjax.gossip.engine import Engine
 from decentjax.gossip.group_port import averages
-from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.membership import Elastic
-from decentjax.gossip.merging import Arrived, LeftOut, MergeRecord, Swaps, Taken
+from decentjax.gossip.merging import MergeRecord, Taken
 from decentjax.gossip.patience import AutoPatience
-from decentjax.gossip.peers import Admitted, Peers
+from decentjax.gossip.peers import Peers
 from decentjax.gossip.port import Port, Record
-from decentjax.gossip.quorum import Guard, Quorum, count_examples
-from decentjax.gossip.replaying import WorkerSteps, replay
+from decentjax.gossip.quorum import Guard, Quorum
+from decentjax.gossip.replaying import replay
 from decentjax.gossip.thread import Beside
 from decentjax.gossip.thread_port import host_mesh
-from decentjax.links import Addresses, Book, Folder, PeerProcess, Store
+from decentjax.links import Addresses, Folder, PeerProcess
 from decentjax.plan import mixing_matrix
 
 __all__ = [
     "Addresses",
-    "Admitted",
     "AllReduce",
-    "Arrived",
     "AutoPatience",
     "Background",
     "Beside",
-    "Book",
     "Elastic",
     "Engine",
     "Folder",
     "Guard",
-    "LeftOut",
     "MergeRecord",
     "PeerProcess",
     "Peers",
@@ -41,14 +36,8 @@ __all__ = [
     "Quorum",
     "Read",
     "Record",
-    "SharedEngine",
-    "Store",
-    "Swaps",
     "Taken",
-    "WorkerSteps",
     "averages",
-    "count_examples",
-    "fastest_mixes",
     "host_mesh",
     "mixing_matrix",
     "replay",

@@ -10,7 +10,8 @@ While an exchange is in flight, no other thread may run a collective on the same
 devices, since all processes must start collectives in the same order. Finish other
 collectives before the train step, and call `settle()` before the next ones. All
 `Background`s of a process share one thread: they may alternate without `settle()`, in
-the same order in all processes. `SharedEngine.submit` queues other functions there.
+the same order in all processes. `gossip.engine.SharedEngine` queues other functions
+there.
 """
 
 from jax.sharding import Mesh

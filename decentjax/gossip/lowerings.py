@@ -29,8 +29,8 @@ MEASURED_BYTES = 4 * 2**20  # Enough to measure, and short on a slow network.
 # longer message.
 PIECE_BYTES = 2**18
 
-Mix = Callable[[Any], Any]
-Mixes = dict[Exchange, Mix]
+CompiledMix = Callable[[Any], Any]
+Mixes = dict[Exchange, CompiledMix]
 Option = tuple[Exchange, Lowering | None]
 """None sends permutations in two threads."""
 
@@ -58,9 +58,10 @@ def fastest_mixes(
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from decentjax import gossip, topology, worker_mesh
+      >>> from decentjax import topology, worker_mesh
+      >>> from decentjax.gossip.lowerings import fastest_mixes
       >>> graph = topology.complete(1)
-      >>> mixes = gossip.fastest_mixes(graph, worker_mesh(1), num_bytes=1000)
+      >>> mixes = fastest_mixes(graph, worker_mesh(1), num_bytes=1000)
       >>> print(mixes[graph[0]]([jnp.ones((1, 3))])[0])
       [[1. 1. 1.]]
     """
@@ -121,7 +122,7 @@ def compiled_mix(
     lowering: Lowering | None,
     mesh: Mesh,
     message_dtype: DTypeLike | None = None,
-) -> Mix:
+) -> CompiledMix:
     """Returns `mix` of a list of stacked leaves, [N, ...] in and out."""
     axis = axis_of(mesh)
     if lowering is None:
@@ -138,7 +139,7 @@ def compiled_mix(
 
 def compiled_mix_encoded(
     exchange: Exchange, codec: Codecs, mesh: Mesh, lowering: Lowering | None = None
-) -> Mix:
+) -> CompiledMix:
     """Returns `mix_encoded` of stacked encoded leaves."""
     axis = axis_of(mesh)
     if lowering is None and _in_two(as_permutations(exchange), mesh):
@@ -192,7 +193,7 @@ def _as_swaps(pairs: Groups) -> Permutations:
     return Permutations((itself, tuple(peers[i] for i in itself)), (0.5, 0.5))
 
 
-def _seconds(function: Mix, models: Any) -> float:
+def _seconds(function: CompiledMix, models: Any) -> float:
     start = time.monotonic()
     jax.block_until_ready(function(models))
     return time.monotonic() - start

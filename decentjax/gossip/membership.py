@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from decentjax.exchange import Exchange, Topology, among
+from decentjax.gossip.batches_read import Read
 from decentjax.state import WorkerState
 
 KEPT = 4  # Exchanges that are cached: messages are sent one step ahead.
@@ -27,6 +28,7 @@ class Elastic(NamedTuple):
       silent_seconds: silence in seconds after which a process counts as gone.
       alone_seconds: time in seconds from when no peer answers after which a process
         continues without any. Whoever was asked before is waited for.
+      batches_read: function called with the batches that each worker has trained on.
 
     Examples:
       >>> from decentjax import gossip, topology
@@ -38,6 +40,7 @@ class Elastic(NamedTuple):
     quorum: int = 1
     silent_seconds: float = 5.0
     alone_seconds: float = 5.0
+    batches_read: Callable[[Read], None] | None = None
 
     def check(self, num_workers: int) -> None:
         """Raises a ValueError unless there is a graph for each number of workers."""

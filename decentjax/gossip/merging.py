@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -338,10 +337,8 @@ def distances(models: Rows, others: Rows) -> list[jax.Array]:
 @on_each_device
 @functools.partial(jax.jit, static_argnums=2)
 def _mix_arrived(own: Rows, models: list[Rows], weights: tuple[float, ...]) -> Rows:
-    return [
-        mix_arrived(x, list(of_leaf), weights)
-        for x, of_leaf in zip(own, _by_leaf(models, own), strict=True)
-    ]
+    leaves = zip(own, *models, strict=True)
+    return [mix_arrived(x, came, weights) for x, *came in leaves]
 
 
 @on_each_device
@@ -350,10 +347,6 @@ def _mix_swapped(own: Rows, sent: Rows, came: Rows, weight: float) -> Rows:
     return [
         mix_swapped(*leaves, weight) for leaves in zip(own, sent, came, strict=True)
     ]
-
-
-def _by_leaf(models: Sequence[Rows], own: Rows) -> Sequence[Sequence[jax.Array]]:
-    return list(zip(*models, strict=True)) if models else [()] * len(own)
 
 
 def check_symmetric(topology: Topology, what: str) -> None:

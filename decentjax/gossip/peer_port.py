@@ -12,30 +12,36 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import is_mixed
 from decentjax._core.fingerprint import first_model
-from decentjax.compression import Compression, Leaves
-from decentjax.exchange import Permutations, Topology, check_topology
-from decentjax.gossip.batches_read import Ledger, Read, shard_of
+from decentjax.codec import as_permutations
+from decentjax.compression import Leaves
+from decentjax.exchange import Permutations, Topology
+from decentjax.gossip.batches_read import Ledger, shard_of
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.membership import Elastic, Living, adopted, travels
 from decentjax.gossip.merging import (
-    Arrived,
+    WAYS,
     Form,
     Graph,
     MergeRecord,
     Models,
     Way,
+    check_symmetric,
+    check_whole,
     distances,
     form_of,
     neighbors,
     senders,
+    sends_changes,
 )
 from decentjax.gossip.patience import AutoPatience, Waits
-from decentjax.gossip.port import Port
-from decentjax.gossip.thread_port import check_encodes
+from decentjax.gossip.port import Arrival, Port
+from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
 from decentjax.links import Links, Message, PeerProcess, check_party
+from decentjax.plan import Plan, rounds_of
+from decentjax.rounds import Rounds, RoundState
 from decentjax.state import WorkerState
 
-Place = tuple[int, int]
+ShardBatch = tuple[int, int]
 """Numbers of a shard, and of a batch in it."""
 JOIN_SECONDS = 3.0  # Wait for a peer's state, before the next peer is asked.
 MOST_JOIN_SECONDS = 15.0  # The same, once none has answered for long.
@@ -48,6 +54,7 @@ class PartyPort(Port):
     Args:
       party: this process and its workers.
       num_workers: N.
+      used: function called with the models that each worker has mixed; None for none.
 
     Attributes:
       may_join: whether a worker may miss exchanges, and begin with the state of a peer.
@@ -61,10 +68,15 @@ class PartyPort(Port):
     elastic: Elastic | None = None
     ledger: Ledger | None = None
 
-    def __init__(self, party: PeerProcess, num_workers: int):
+    def __init__(
+        self,
+        party: PeerProcess,
+        num_workers: int,
+        used: Callable[[MergeRecord], None] | None,
+    ):
         check_party(party)
         party.check(num_workers)
-        self.party = party
+        self.party, self._used = party, used or (lambda _: None)
         self._links: Links | None = None
         self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
         self.joined_from: dict[int, int] = {}
@@ -95,7 +107,7 @@ class PartyPort(Port):
         None once no peer is ahead, or this process is to end.
         """
 
-    def next_reads(self, step: int) -> list[Place]:
+    def next_reads(self, step: int) -> list[ShardBatch]:
         """The batches that the workers of this process read in a step."""
         return [(worker, step) for worker in self.party.workers]
 
@@ -108,82 +120,104 @@ class PartyPort(Port):
 
 
 class PeerPort(PartyPort):
-    """Peer-to-peer exchanges: the port of `Peers` over a topology.
+    """Peer-to-peer exchanges, numbered by round: the port of `Peers`.
 
     Its peers may join and leave, and copy a worker's state.
 
     Args:
       party: this process and its workers.
-      topology: exchanges that each worker takes in turn.
+      plan: topology, whose exchanges each worker takes in turn, or rounds.
+      merge: how models are used.
       patience: longest time to wait for models, in seconds, or how it adapts.
-      used: function called with the models that each worker has mixed; None for none.
-      way: how models are used.
-      compression: how leaves are encoded; None sends them unencoded.
       elastic: how to continue when workers join and leave; None if they do not.
-      num_parts: number of parts of a message's `Said`, before those of the ledger.
-      batches_read: function called with what each worker has trained on, once it is
-        sent.
-      in_flight: number of exchanges that may be in flight at a time.
+      used: as in `PartyPort`.
 
     Raises:
-      TypeError: if `party` is not a `PeerProcess`, or `topology` not a `Topology`.
-      ValueError: if the topology has groups or nodes, the workers do not fit it, the
-        patience is negative, messages of slices are to be encoded, or peers that join
-        and leave do not fit the way or the patience.
+      TypeError: if `party` is not a `PeerProcess`.
+      ValueError: if the plan has nodes, a topology groups, the workers do not fit it,
+        or the merge, the patience, a compression and peers that join and leave do not
+        fit each other.
     """
 
     def __init__(
         self,
         party: PeerProcess,
-        topology: Topology,
+        plan: Plan,
+        merge: str | Quorum,
         patience: float | AutoPatience,
+        elastic: Elastic | None,
         used: Callable[[MergeRecord], None] | None,
-        way: type[Way] = Arrived,
-        compression: Compression | None = None,
-        elastic: Elastic | None = None,
-        num_parts: int = 0,
-        in_flight: int = 1,
-        batches_read: Callable[[Read], None] | None = None,
     ):
-        check_topology(topology)
-        super().__init__(party, topology.num_workers)
-        check_graph(topology)
-        check_encodes(compression, party.mesh)
-        way.check(topology)
-        self.waits = Waits(patience)
-        if self.waits.auto is not None and not way.takes_newest:
-            raise ValueError(
-                "an AutoPatience measures when models arrive, and swaps are not "
-                f"awaited so: use seconds, got {patience}"
-            )
-        self.topology, self.elastic = topology, elastic
-        self.graph: Graph = topology
-        self._used, self._compression = used or (lambda _: None), compression
-        self._make_way, self._own_parts, self._num_parts = way, num_parts, num_parts
+        rounds = rounds_of(plan)
+        super().__init__(party, rounds.num_workers, used)
+        self._quorum = merge if isinstance(merge, Quorum) else None
+        self._way_of: type[Way] = (
+            QuorumMeans if isinstance(merge, Quorum) else WAYS[merge]
+        )
+        self._schedule, self._compression = rounds.schedule, rounds.compression
+        self._needs_all, self.waits = sends_changes(rounds), Waits(patience)
+        # Without a quorum a topology's models are sent a step ahead, as they are.
+        is_ahead = isinstance(plan, Topology) and self._quorum is None
+        own_graph = functools.partial(peer_graph, takes_groups=not is_ahead)
+        self.topology = own_graph(rounds.topology if is_ahead else rounds_graph(rounds))
+        # Rounds that none joins report those that they have taken, as peers wait for
+        # that at the end.
+        self._reports_taken = not (is_ahead or elastic or self._quorum)
+        self._check(rounds)
+        self.graph: Graph = self.topology
         self._forms: list[Form] = []
         # Of each group, its leaves and the arrays of their messages.
         self._leaves: list[Layout] = []
         self._sent: list[Layout] = []
         self._number, self._began, self._deadline = -1, 0.0, 0.0
-        self._read = batches_read or (lambda _: None)
-        self._reading: dict[int, Place] = {}
+        self._reading: dict[int, ShardBatch] = {}
+        self._taken = -1
+        self._awaited = 0  # The first round whose messages this process can expect.
         if elastic is not None:
-            self._check_elastic(elastic)
-            count = topology.num_workers
-            self.ledger = Ledger(count)
-            self._num_parts += count
-            self.graph = Living(elastic, count, self.living, in_flight)
+            self._be_elastic(elastic, own_graph)
 
-    def _check_elastic(self, elastic: Elastic) -> None:
-        num_workers = self.topology.num_workers
-        if not self._make_way.takes_newest or self.waits.longest == math.inf:
+    def _check(self, rounds: Rounds) -> None:
+        """Raises a ValueError for what does not fit."""
+        self._way_of.check(self.topology)
+        check_whole(rounds, self.waits.longest)
+        if self.waits.auto is not None and not self._way_of.takes_newest:
+            raise ValueError(
+                "an AutoPatience measures when models arrive, and swaps are not "
+                f"awaited so: use seconds, got {self.waits.auto}"
+            )
+        if self._quorum is not None:
+            self._quorum.check(self.topology.num_workers)
+            if self.waits.longest == math.inf:
+                raise ValueError(
+                    "a quorum waits for the others only for a while: give a patience "
+                    "in seconds, or an AutoPatience, got inf"
+                )
+        if self._compression is not None and not self._reports_taken:
+            raise ValueError(
+                "a quorum and elastic peers merge whole models, got rounds with "
+                f"{self._compression.kind.name}: leave the compression out"
+            )
+        if self._needs_all:
+            # Otherwise a fast worker would replace a message that its peer has not yet
+            # taken.
+            check_symmetric(self.topology, "rounds that must miss no message")
+
+    def _be_elastic(
+        self, elastic: Elastic, own_graph: Callable[[Topology], Topology]
+    ) -> None:
+        if not self._way_of.takes_newest or self.waits.longest == math.inf:
             raise ValueError(
                 'elastic needs merge="arrived" or a Quorum, and a finite patience, got '
-                f"{self._make_way.__name__} and {self.waits.longest}"
+                f"{self._way_of.__name__} and {self.waits.longest}"
             )
-        elastic.check(num_workers)
-        for n in range(1, num_workers + 1):
-            check_graph(elastic.graph(n))
+        count, graph = self.topology.num_workers, elastic.graph
+        cached = functools.cache(lambda n: own_graph(graph(n)))
+        self.elastic = elastic._replace(graph=cached)
+        self.elastic.check(count)
+        self.ledger = Ledger(count)
+        self._read = elastic.batches_read or (lambda _: None)
+        in_flight = len(self._schedule.fragments)
+        self.graph = Living(self.elastic, count, self.living, in_flight)
 
     @property
     def sources(self) -> set[int]:
@@ -198,7 +232,7 @@ class PeerPort(PartyPort):
 
     @property
     def may_join(self) -> bool:
-        return self.waits.longest < math.inf
+        return not self._reports_taken and self.waits.longest < math.inf
 
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
@@ -213,16 +247,21 @@ class PeerPort(PartyPort):
             self._sent.append(Layout(sent, self.party.mesh, self._travels))
         self.states = Layout(adopted(state), self.party.mesh, travels)
         first, *_ = Layout(leaves, self.party.mesh, lambda _: True).rows(leaves)
+        count = self.topology.num_workers
         self._links = Links(
             self.party,
-            self.topology.num_workers,
+            count,
             [*[layout.pieces for layout in self._sent], self.states.pieces],
-            self._make_way.__name__,
+            self._way_of.__name__,
             None if self.elastic is None else self.elastic.silent_seconds,
-            self._num_parts,
+            self._num_parts + (count if self.elastic else 0),
             first_model=first_model(first, step),
         )
-        self._way = self._build_way()
+        how = self.links, self.graph, self.ledger
+        if self._quorum is None:
+            self._way = self._way_of(*how)
+        else:
+            self._way = QuorumMeans(*how, self._quorum, self._schedule)
         # Elastic peers come when they come, but those of this process are here.
         own, late = {*self.party.workers}, time.monotonic() + self.waits.first
         self._links.meet(self.sources & own if self.elastic else self.sources, late)
@@ -230,19 +269,20 @@ class PeerPort(PartyPort):
     def show(self, state: WorkerState, step: int) -> None:
         if guests := self.links.joining():
             rows = self.states.rows(adopted(state))
-            asked = {worker for _, worker in guests}
-            # Copies, which no later step donates.
-            copies = {
-                worker: [jnp.array(x, copy=True) for x in own]
-                for worker, own in zip(self.party.workers, rows, strict=True)
-                if worker in asked
-            }
+            of_workers = dict(zip(self.party.workers, rows, strict=True))
+            said = self._way.said(step, *[0] * self._num_parts)
             self.links.met |= {guest for guest, _ in guests}
             for guest, worker in guests:
-                whole = len(self._forms)
-                said = self._way.said(step, *[0] * self._own_parts)
-                self.links.publish(worker, guest, whole, copies[worker], said)
-        self._report(step)
+                # Copies, which no later step donates.
+                own = [jnp.array(x, copy=True) for x in of_workers[worker]]
+                self.links.publish(worker, guest, len(self._forms), own, said)
+        if not self._reports_taken:
+            self.links.at(step)
+
+    @property
+    def _num_parts(self) -> int:
+        """The number of parts of a message's `Said`, before those of the ledger."""
+        return 0 if self._quorum is None else NUM_PARTS
 
     def join(
         self, state: WorkerState, after: int, ended: Callable[[], bool]
@@ -254,13 +294,23 @@ class PeerPort(PartyPort):
             if message is None:
                 return None
             messages.append(message)
-        if self.ledger is not None:
-            for worker in self.party.workers:
-                self.ledger.forget(worker)
         leaves, structure = jax.tree.flatten(state._replace(key=()))
         rows = [message.arrays for message in messages]
         new = jax.tree.unflatten(structure, self.states.stacked(leaves, rows))
-        return new._replace(key=state.key), max(m.said.step for m in messages)
+        step = max(message.said.step for message in messages)
+        self.forget(step)
+        return from_anchor(new._replace(key=state.key)), step
+
+    def forget(self, step: int) -> None:
+        """Begins from the state of a peer, at a step."""
+        self._awaited = self._schedule.count(step)
+        # The rounds that the peer had not merged by then were in flight.
+        first = self._schedule.count(step - max(0, self._schedule.delay - 1))
+        for worker in self.party.workers:
+            if self.ledger is not None:
+                self.ledger.forget(worker)
+            if isinstance(self._way, QuorumMeans):
+                self._way.tally.forget(worker, first)
 
     def whole(
         self, worker: int, after: int, ended: Callable[[], bool]
@@ -285,9 +335,33 @@ class PeerPort(PartyPort):
             self.links.bell.wait(heard)
         return None
 
-    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+    def due(self, step: int) -> int:
+        """The step to continue with: where a quorum has sent a round, that of the next.
+
+        A slow worker takes part in it with fewer steps, and weighs less.
+        """
+        number = self._schedule.count(step)
+        begins = self._schedule.step_of(number)
+        if self._quorum is None or begins == step or not self._is_behind(number):
+            return step
+        steps = range(step, begins)
+        return next((t for t in steps if self._schedule[t].receives), begins)
+
+    def _is_behind(self, number: int) -> bool:
+        """Whether a quorum of peers has sent a round."""
+        one = self._schedule[self._schedule.step_of(number)].sends
+        assert one is not None
+        group = self._schedule.fragments.index(one.leaves)
+        for worker in self.party.workers:
+            peers = [peer for peer, _ in senders(self.graph[number], worker)]
+            sent = [self.links.has_sent(worker, x, group, number) for x in peers]
+            if sum(sent) < max(1, self._way.enough(len(peers))):
+                return False
+        return True
+
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         """Sends a group to the peers of a step; its arrays may still be computing."""
-        number = self._number_of(step)
+        number = self._schedule.count(step)
         own, arrays = self._forms[group].parts(leaves)
         of_workers = self._sent[group].rows(arrays)
         for worker, rows in zip(self.party.workers, of_workers, strict=True):
@@ -301,10 +375,19 @@ class PeerPort(PartyPort):
         return functools.partial(self._take, group, own, of_workers, number)
 
     def close(self, seconds: float) -> None:
-        """Closes the links."""
-        del seconds
-        if self._links is not None:
-            self._links.close()
+        """Closes the links, once the peers have taken their messages of rounds."""
+        if self._links is None:
+            return
+        end = time.monotonic() + min(seconds, self.waits.longest)
+        while self._behind() and time.monotonic() < end:
+            self.links.bell.wait(self.links.bell.count)
+        self.links.close()
+
+    def _behind(self) -> set[int]:
+        """The peers that have not yet taken the last round taken here."""
+        if not self._reports_taken:
+            return set()
+        return self.sources & self.links.alive() - self.links.ahead(self._taken - 1)
 
     def _take(
         self, group: int, own: Leaves, of_workers: list[Rows], number: int
@@ -327,19 +410,15 @@ class PeerPort(PartyPort):
     def _gather(self, worker: int, group: int, number: int) -> None:
         """Waits for the models of an exchange, and measures when they come."""
         peers = {peer for peer, _ in senders(self.graph[number], worker)}
-        wait, enough = self._deadline - self._began, self._enough(len(peers), number)
+        wait = self._deadline - self._began
+        enough = self._way.enough(len(peers)) if number >= self._awaited else 0
         came = self.links.gather(worker, peers, group, number, enough, wait)
         if self.waits.measures and group == len(self._forms) - 1:
             late = time.monotonic() - self._began
             arrivals = [came.get(peer, math.inf) - self._began for peer in peers]
             self.waits.add(x if x <= late else math.inf for x in arrivals)
 
-    def _enough(self, num_peers: int, number: int) -> int:
-        """The number of peers without whose models an exchange does not end."""
-        del number
-        return self._way.enough(num_peers)
-
-    def next_reads(self, step: int) -> list[Place]:
+    def next_reads(self, step: int) -> list[ShardBatch]:
         if self.ledger is None:
             return super().next_reads(step)
         count = self.topology.num_workers
@@ -353,43 +432,61 @@ class PeerPort(PartyPort):
         return [self._reading[i] for i in self.party.workers]
 
     def trained(self, batch: Any) -> None:
-        del batch
+        if self._quorum is not None and isinstance(self._way, QuorumMeans):
+            tokens = self._quorum.count_tokens(batch)
+            for worker, number in zip(self.party.workers, tokens, strict=True):
+                self._way.tally.count(worker, int(number))
         if self.ledger is not None:
             for worker, place in self._reading.items():
                 self.ledger.add(worker, *place)
         self._reading = {}
 
-    def _build_way(self) -> Way:
-        return self._make_way(self.links, self.graph, self.ledger)
-
     def _travels(self, x: Any) -> bool:
         return self._compression is not None or is_mixed(x)
 
-    def _number_of(self, step: int) -> int:
-        """The number of the exchange that begins in a step."""
-        return step
-
-    def _report(self, step: int) -> None:
-        self.links.at(step)
-
     def _note(self, used: MergeRecord, models: Models) -> None:
         """Records what a worker has mixed."""
+        self._check_all_came(used)
         of_peers = [x for x in used.models if x.peer != used.worker]
-        is_plain = self._compression is None
-        if self.elastic and is_plain and used.step % APART_EVERY == 0 and of_peers:
+        if self.elastic and used.step % APART_EVERY == 0 and of_peers:
             own = models[used.worker, used.step]
             self.apart[used.worker, used.group] = [
                 distances(own, models[taken.peer, taken.step]) for taken in of_peers
             ]
         self._used(self._by_step(used))
+        if self._reports_taken:
+            # As over a topology, where models are sent a step ahead.
+            self._taken = used.step - 1
+            self.links.at(self._taken)
 
     def _by_step(self, used: MergeRecord) -> MergeRecord:
-        """A record with steps for the numbers of exchanges."""
-        return used
+        """The record of a round by the step at which it begins."""
+        at = self._schedule.step_of
+        taken = (x._replace(step=at(x.step), sent=at(x.sent)) for x in used.models)
+        left_out = (x._replace(step=at(x.step)) for x in used.left_out)
+        return MergeRecord(at(used.step), *used[1:3], tuple(taken), tuple(left_out))
+
+    def _check_all_came(self, used: MergeRecord) -> None:
+        """Raises a ConnectionError if a change is missing."""
+        came = {one.peer for one in used.models if one.step == used.step}
+        sources = senders(self.topology[used.step], used.worker)
+        missing = sorted({peer for peer, _ in sources} - came)
+        if missing and self._needs_all:
+            raise ConnectionError(
+                f"worker {used.worker} has no message of the workers {missing} in "
+                f"round {used.step}, and without it its sums are wrong: resume "
+                "all workers from a step that all have saved"
+            )
 
 
-def check_graph(topology: Topology) -> None:
-    """Raises a ValueError if an exchange has groups or nodes."""
+def peer_graph(topology: Topology, takes_groups: bool) -> Topology:
+    """Returns a topology of messages between single workers.
+
+    Raises:
+      ValueError: if an exchange has nodes, or groups that it may not have.
+    """
+    if takes_groups:
+        topology = of_permutations(topology)
     for exchange in topology:
         if exchange.workers_per_node > 1 or not isinstance(
             exchange.between, Permutations
@@ -398,3 +495,29 @@ def check_graph(topology: Topology) -> None:
                 f"{topology.name} averages over groups or nodes, which takes "
                 "collectives; peers need a graph of single workers, such as ring"
             )
+    return topology
+
+
+def of_permutations(topology: Topology) -> Topology:
+    """The exchanges, with messages between all members for a mean of a group."""
+    return Topology(topology.name, tuple(map(as_permutations, topology)))
+
+
+def rounds_graph(rounds: Rounds) -> Topology:
+    """The exchange of each round, by its number."""
+    return Topology(rounds.schedule.name, rounds.schedule.exchanges)
+
+
+def from_anchor(state: WorkerState) -> WorkerState:
+    """The state of a worker that has learned nothing since its last round."""
+    if not isinstance(state.extra, RoundState):
+        return state
+    leaves, structure = jax.tree.flatten(state.params)
+    for number, z in state.extra.anchor.items():
+        leaves[number] = jnp.array(z, leaves[number].dtype, copy=True)
+    # What the peer has sent counts as its own.
+    sent = {number: jnp.copy(leaves[number]) for number in state.extra.sent}
+    return state._replace(
+        params=jax.tree.unflatten(structure, leaves),
+        extra=state.extra._replace(sent=sent),
+    )

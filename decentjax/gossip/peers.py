@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax.exchange import Topology
-from decentjax.gossip.batches_read import Read
 from decentjax.gossip.group_port import GroupPort
 from decentjax.gossip.membership import Elastic
 from decentjax.gossip.merging import WAYS, MergeRecord
@@ -22,12 +21,11 @@ from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.port import Record
 from decentjax.gossip.quorum import Quorum
-from decentjax.gossip.round_port import RoundPort
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.links import Links, PeerProcess
 from decentjax.loss import Metrics
 from decentjax.placement import place
-from decentjax.plan import Plan, rounds_of
+from decentjax.plan import Plan
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt
 from decentjax.wagma import Wagma
@@ -101,8 +99,6 @@ class Peers(Beside):
       record: as in `Background`, for "compute" and "wait".
       used: function called with the models that each worker has mixed; a round has the
         step at which it begins, and `group` is the number of the fragment.
-      batches_read: with `elastic`, function called with the batches that each worker
-        has trained on.
 
     Raises:
       TypeError: if `plan` is neither topology nor rounds, or `party` no
@@ -141,7 +137,6 @@ class Peers(Beside):
         elastic: Elastic | None = None,
         record: Record | None = None,
         used: Callable[[MergeRecord], None] | None = None,
-        batches_read: Callable[[Read], None] | None = None,
     ):
         check_beside(plan)
         if not isinstance(merge, Quorum) and merge not in WAYS:
@@ -154,18 +149,12 @@ class Peers(Beside):
                     "neither join nor leave: leave out merge and elastic"
                 )
             port = GroupPort(party, plan, patience, used)
-        elif isinstance(plan, Topology) and not isinstance(merge, Quorum):
-            how = plan, patience, used, WAYS[merge]
-            port = PeerPort(party, *how, elastic=elastic, batches_read=batches_read)
-        elif merge == "swaps":
+        elif merge == "swaps" and not isinstance(plan, Topology):
             raise ValueError(
                 "swaps exchange whole models in every step: pass a topology, got rounds"
             )
         else:
-            quorum = merge if isinstance(merge, Quorum) else None
-            rounds = rounds_of(plan)
-            how = party, rounds, patience, used, quorum, elastic
-            port = RoundPort(*how, batches_read)
+            port = PeerPort(party, plan, merge, patience, elastic, used)
         super().__init__(local, plan, party.mesh, port, record, party.workers)
         self._peers, self._is_away, self._is_lone = port, True, True
         self._lives: dict[int, int] = {}  # Of the peers that it has met.

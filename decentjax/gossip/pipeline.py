@@ -242,17 +242,11 @@ class Stages(NamedTuple):
 
 
 def stages_of(
-    plans: dict[Any, Stages],
-    adapt: Adapt,
-    state: WorkerState,
-    batch: Any,
-    mesh: Mesh,
-    is_whole: bool = False,
+    adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
 ) -> Stages:
-    """Returns the plan for arrays of these shapes, made on first use.
+    """Cuts a local update for arrays of these shapes.
 
     Args:
-      plans: plans by the kind of arrays.
       adapt: the local update.
       state: stacked state.
       batch: stacked batch.
@@ -263,19 +257,8 @@ def stages_of(
       ValueError: if an array does not have a row for each worker, or `adapt` cannot be
         cut.
     """
-    # As in `jax.jit`: a last, shorter batch is another program.
-    leaves, structure = jax.tree.flatten((state, batch))
-    kind = structure, tuple((x.shape, x.dtype) for x in leaves)
-    if kind not in plans:
-        hint = "; in a job of several processes, place them first"
-        check_rows({"state": state, "batch": batch}, mesh.shape[axis_of(mesh)], hint)
-        plans[kind] = make_stages(adapt, state, batch, mesh, is_whole)
-    return plans[kind]
-
-
-def make_stages(
-    adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
-) -> Stages:
+    hint = "; in a job of several processes, place them first"
+    check_rows({"state": state, "batch": batch}, mesh.shape[axis_of(mesh)], hint)
     check_no_own_model(state.opt_state, "an exchange beside the step")
     inside = inside_worker(mesh, axis_of(mesh))
     of_worker = jax.tree.map(lambda x: one_row(x, inside), (state, batch))

@@ -30,12 +30,12 @@ from decentjax.gossip.merging import (
     receivers,
     senders,
 )
-from decentjax.gossip.tally import NUM_COUNTS, Edge, Tally
+from decentjax.gossip.tally import NUM_COUNTS, Stream, Tally
 from decentjax.links import Links, Message, Said
 from decentjax.rounds import Count
 from decentjax.schedule import Schedule
 
-Weights = Literal["tokens", "tokens_squared_per_step", "equal"]
+Weighting = Literal["tokens", "tokens_squared_per_step", "equal"]
 
 
 def count_examples(batch: Any) -> list[int]:
@@ -43,7 +43,7 @@ def count_examples(batch: Any) -> list[int]:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from decentjax.gossip import count_examples
+      >>> from decentjax.gossip.quorum import count_examples
       >>> count_examples({"x": jnp.zeros((2, 8, 28, 28)), "y": jnp.zeros((2, 8))})
       [8, 8]
     """
@@ -133,7 +133,7 @@ class Quorum:
     """
 
     count: int = 1
-    weights: Weights = "tokens"
+    weights: Weighting = "tokens"
     discount: float = 0.5
     guard: Guard | None = None
     trimmed: int = 0
@@ -199,9 +199,12 @@ class QuorumMeans(Way):
     Args:
       links: links to the peers, with messages of `NUM_PARTS` parts.
       topology: the exchange of each round.
+      ledger: as in `Way`.
       quorum: how they are merged.
       schedule: schedule of the rounds.
-      ledger: as in `Way`.
+
+    Attributes:
+      tally: what contributions count for.
     """
 
     takes_newest, gathers = True, True
@@ -210,33 +213,22 @@ class QuorumMeans(Way):
         self,
         links: Links,
         topology: Graph,
+        ledger: Ledger | None,
         quorum: Quorum,
         schedule: Schedule,
-        ledger: Ledger | None = None,
     ):
         super().__init__(links, topology, ledger)
         self.quorum, self._schedule = quorum, schedule
-        self._tally = Tally()
-        self._base: dict[tuple[int, int], int] = {}
-
-    def count(self, worker: int, tokens: int) -> None:
-        """Counts a step that a worker has trained."""
-        self._tally.count(worker, tokens)
-
-    def forget(self, worker: int, first: int) -> None:
-        """A worker takes a peer's state, which has merged the rounds before `first`."""
-        self._tally.forget(worker, first)
-        for key in [key for key in self._base if key[0] == worker]:
-            del self._base[key]
+        self.tally = Tally()
 
     def enough(self, num_peers: int) -> int:
         return min(self.quorum.count - 1, num_peers)
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         turn = _turn(self._schedule, step, group)
-        base = self._base.setdefault((worker, group), turn)
+        base = self.tally.base.setdefault((worker, group), turn)
         peers = [peer for peer, _ in receivers(self._topology[step], worker)]
-        for peer, counts in self._tally.send(worker, group, step, peers).items():
+        for peer, counts in self.tally.send(worker, group, step, peers).items():
             self._links.publish(
                 worker, peer, group, own, self.said(step, base, *counts)
             )
@@ -245,7 +237,7 @@ class QuorumMeans(Way):
         self, worker: int, group: int, own: Rows, step: int, deadline: float
     ) -> tuple[MergeRecord, Models]:
         del deadline  # `gather` has waited.
-        weight = self.quorum.weight(*self._tally.take_own(worker, group), age=0)
+        weight = self.quorum.weight(*self.tally.take_own(worker, group), age=0)
         found, left_out = self._trusted(
             [
                 Contribution(worker, Said(step), weight, 0, own),
@@ -256,7 +248,7 @@ class QuorumMeans(Way):
                 ),
             ]
         )
-        self._base[worker, group] = _turn(self._schedule, step, group) + 1
+        self.tally.base[worker, group] = _turn(self._schedule, step, group) + 1
         for one in found[1:]:
             self.heard(one.said)
         weights = self._weights(worker, step, found)
@@ -272,12 +264,12 @@ class QuorumMeans(Way):
         del topology
         return weighted_mean(used, models, self.quorum.trimmed)
 
-    def _contribution(self, edge: Edge, message: Message) -> Contribution:
+    def _contribution(self, stream: Stream, message: Message) -> Contribution:
         """What a message is worth, with what was merged of its worker before."""
-        (worker, peer, group), said = edge, message.said
+        (worker, peer, group), said = stream, message.said
         base, *counts = said.parts[:NUM_PARTS]
-        age = max(0, self._base[worker, group] - base)
-        tokens, steps = self._tally.merge(edge, said.step, counts)
+        age = max(0, self.tally.base[worker, group] - base)
+        tokens, steps = self.tally.merge(stream, said.step, counts)
         weight = self.quorum.weight(tokens, steps, age)
         return Contribution(peer, said, weight, age, message.arrays)
 
@@ -294,20 +286,16 @@ class QuorumMeans(Way):
         # Of two the smaller, as the larger may be the bad one.
         limit = guard.ratio * statistics.median_low(far)
         for one, distance in zip(counting, far, strict=True):
-            is_finite = math.isfinite(distance)
-            if guard.oldest is not None and one.age > guard.oldest:
-                left_out.append(
-                    LeftOut(one.worker, one.said.step, "age", float(one.age))
-                )
-            elif is_finite and distance <= limit:
+            is_old = guard.oldest is not None and one.age > guard.oldest
+            is_near = math.isfinite(distance) and distance <= limit
+            if is_near and not is_old:
                 kept.append(one)
-            else:
-                left_out.append(
-                    LeftOut(one.worker, one.said.step, "distance", distance)
-                )
-                if guard.action == "clip" and is_finite:
-                    # s x_c + (1 - s) x_i
-                    kept.append(one._replace(share=limit / distance))
+                continue
+            why = ("age", float(one.age)) if is_old else ("distance", distance)
+            left_out.append(LeftOut(one.worker, one.said.step, *why))
+            if guard.action == "clip" and not is_old and math.isfinite(distance):
+                # s x_c + (1 - s) x_i
+                kept.append(one._replace(share=limit / distance))
         return kept, left_out
 
     def _weights(

@@ -6,8 +6,9 @@ models of the same steps, each step is the same program on the same numbers.
 
 import collections
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,9 @@ from decentjax.exchange import Topology
 from decentjax.gossip.layout import Layout, Rows
 from decentjax.gossip.means import Sum, added, mean_of, offered_by
 from decentjax.gossip.merging import WAYS, MergeRecord, Models
+from decentjax.gossip.peer_port import from_anchor, of_permutations, rounds_graph
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
-from decentjax.gossip.round_port import (
-    from_anchor,
-    of_permutations,
-)
 from decentjax.gossip.thread import Beside
 from decentjax.links import Message, Said
 from decentjax.loss import Metrics
@@ -34,25 +32,15 @@ from decentjax.wagma import Wagma
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""
-Observe = Callable[[int, int, WorkerState, Metrics], None]
-"""Called with worker, step, the state after it, and metrics; the next step donates all
-of the state except its params."""
-
-Offered = dict[tuple[int, int], dict[int, Rows]]
-"""Leaf groups of all workers, by worker and step."""
-
-
-class WorkerSteps(NamedTuple):
-    """What a worker has done in a run.
-
-    Args:
-      steps: its steps, in order.
-      joined: worker with whose state it has begun, and the step of that state, as
-        `Peers.joined_from` returns it; None for its own.
-    """
-
-    steps: Sequence[int]
-    joined: tuple[int, int] | None = None
+Version = tuple[int, int]
+"""A worker and a step: of the model that it has sent, or of its state then."""
+WorkerPast = tuple[Sequence[int], Version | None]
+"""The steps of a worker, in order, and the worker with whose state it has begun and its
+step, as `Peers.joined_from` returns it; None for its own state."""
+WorkerStep = tuple[int, int, WorkerState, Metrics]
+"""Worker, step, the state after it, whose next step donates all but its params, and
+metrics."""
+Records = dict[Version, list[MergeRecord]]
 
 
 def replay(
@@ -62,10 +50,9 @@ def replay(
     states: Sequence[WorkerState],
     batches: Batches,
     records: Iterable[MergeRecord],
-    observe: Observe = lambda *_: None,
-    lives: Sequence[WorkerSteps] | None = None,
+    lives: Sequence[WorkerPast] | None = None,
     skip: Callable[[WorkerState, int], WorkerState] = lambda state, _: state,
-) -> list[WorkerState]:
+) -> Iterator[WorkerStep]:
     """Repeats a run of peers on one device, one worker after another.
 
     Args:
@@ -78,15 +65,15 @@ def replay(
       records: the models that all workers used, for each group of leaves, or once for
         all. Those of a simulation with a quorum have no weights: they are computed as
         in a run, and only the models of peers are needed.
-      observe: function called with worker, step, state and metrics of each step; the
-        next one donates all of the state except its params.
-      lives: what each worker has done; by default the steps that are recorded, which
-        with rounds are only those in which a round begins.
-      skip: function that returns the state with which a worker goes on at a step, where
-        it has left out those before; such as one that moves its learning rate there.
+      lives: the steps of each worker, and the worker and the step with whose state it
+        has begun, None for its own; by default the steps that are recorded, which with
+        rounds are only those in which a round begins.
+      skip: function that returns the state with which a worker continues at a step,
+        if it has left out those before; such as one that moves its learning rate there.
 
-    Returns:
-      The state of each worker after its last step.
+    Yields:
+      The worker, the step, its state after it and its metrics, of each step. The
+      worker's next step donates all of the state except its params.
 
     Raises:
       ValueError: if a mixed model is missing from the record.
@@ -105,168 +92,159 @@ def replay(
       >>> states = [init(workers=[0]), init(workers=[1])]
       >>> came = gossip.MergeRecord(0, 0, group=0, models=(gossip.Taken(1, 0, 0),))
       >>> none = gossip.MergeRecord(0, 1, group=0, models=())
-      >>> graph, records = topology.ring(2), [came, none]
-      >>> after = gossip.replay(local, graph, "arrived", states, batches, records)
-      >>> print(after[0].params, after[1].params)
-      [[1. 1.]] [[2. 2.]]
+      >>> run = topology.ring(2), "arrived", states, batches, [came, none]
+      >>> for worker, step, state, metrics in gossip.replay(local, *run):
+      ...     print(worker, step, state.params)
+      0 0 [[1. 1.]]
+      1 0 [[2. 2.]]
     """
-    of_steps: dict[tuple[int, int], list[MergeRecord]] = collections.defaultdict(list)
-    for used in sorted(records, key=lambda used: used.group):
-        of_steps[used.worker, used.step].append(used)
-    offered: Offered = {}
-    mesh, rounds = worker_mesh(1), _rounds_of(plan, merge)
-    weigh = _Weigh(rounds, merge) if _is_simulated(merge, of_steps) else None
-    workers = [
-        _Worker(local, rounds, mesh, port)
-        for port in (
-            _Recorded(plan, merge, worker, of_steps, offered, weigh)
-            for worker in range(len(states))
-        )
-    ]
+    run = _Replay(plan, merge, records)
+    if lives is None:
+        lives = [(own, None) for own in _steps_of(run.of_steps, len(states))]
+    run.guests = {joined for _, joined in lives}
+    workers = [_Worker(local, run, worker) for worker in range(len(states))]
     for one in workers:
         one.share(workers[0])
-    if lives is None:
-        lives = [WorkerSteps(own) for own in _steps_of(of_steps, len(states))]
-    joins = {i: one.joined for i, one in enumerate(lives) if one.joined}
-    # By the step that merges them.
-    later = max(0, rounds.delay - 1)
-    versions = collections.defaultdict(set)
-    for (worker, step), each in of_steps.items():
-        versions[worker, step + later] |= _versions(each)
-    uses = collections.Counter(one for each in versions.values() for one in each)
-    states = list(states)
-    # The states that workers join with, once their peers are there.
-    guests = collections.defaultdict(list)
-    for guest, at in joins.items():
-        guests[at].append(guest)
-    joined: dict[int, WorkerState] = {}
-    next_steps: dict[int, int] = {}
-
-    def can_begin(worker: int) -> bool:
-        return worker not in joins or worker in joined
-
-    def begin(worker: int, step: int) -> Callable[[], None]:
-        if worker in joins and worker not in next_steps:
-            own = joined[worker]._replace(key=states[worker].key)
-            states[worker], next_steps[worker] = from_anchor(own), joins[worker][1]
-        if step > next_steps.get(worker, step):
-            workers[worker].skip_to(step)
-            states[worker] = skip(states[worker], step)
-        next_steps[worker] = step + 1
-        # A peer sends its state as it is once it has left steps out.
-        for guest in guests[worker, step]:
-            joined[guest] = jax.tree.map(jnp.copy, states[worker]._replace(key=()))
-        taken = workers[worker].begin(states[worker], batches(worker, step), step)
-        # Its messages are now available to the others; without any it is done.
-        result = next(taken)
-
-        def finish() -> None:
-            new = next(taken) if result is None else result
-            assert new is not None
-            states[worker], metrics = new
-            observe(worker, step, states[worker], metrics)
-            _drop(versions[worker, step], uses, offered)
-
-        return finish
-
-    def needed(worker: int, step: int) -> list[tuple[int, int]]:
-        return [key for key in versions[worker, step] if key not in offered]
-
-    _in_order([one.steps for one in lives], can_begin, begin, needed)
-    return states
+    each = zip(workers, states, lives, strict=True)
+    return _in_order(
+        [one.life(state, *life, batches, skip) for one, state, life in each]
+    )
 
 
-def _steps_of(of_steps: Iterable[tuple[int, int]], count: int) -> list[list[int]]:
-    """The steps of each worker, one after another."""
-    found: list[list[int]] = [[] for _ in range(count)]
-    for worker, step in sorted(of_steps):
-        if found[worker] and step != found[worker][-1] + 1:
-            raise ValueError(
-                f"the record of worker {worker} goes from step {found[worker][-1]} to "
-                f"{step}: it rejoined there, with a model that is not recorded"
-            )
-        found[worker].append(step)
-    return found
+class _Replay:
+    """What the workers of a run share.
 
+    Args:
+      plan: as in `replay`.
+      merge: as in `replay`.
+      records: as in `replay`.
 
-def _in_order(
-    of_workers: Sequence[Iterable[int]],
-    can_begin: Callable[[int], bool],
-    begin: Callable[[int, int], Callable[[], None]],
-    needed: Callable[[int, int], list[tuple[int, int]]],
-) -> None:
-    """Runs the steps of all workers, each once its inputs are available."""
-    queues = enumerate(map(collections.deque, of_workers))
-    left = {worker: own for worker, own in queues if own}
-    begun: dict[int, Callable[[], None]] = {}
-    while left:
-        for worker in filter(can_begin, sorted(left.keys() - begun.keys())):
-            begun[worker] = begin(worker, left[worker][0])
-        moved = False
-        for worker, steps in list(left.items()):
-            if worker not in begun or needed(worker, steps[0]):
-                continue
-            begun.pop(worker)()
-            steps.popleft()
-            moved = True
-            if not steps:
-                del left[worker]
-        if not moved:
-            worker, steps = next(iter(left.items()))
-            raise ValueError(
-                f"the record is incomplete: worker {worker} needs at step {steps[0]} "
-                f"{sorted(needed(worker, steps[0]))}, as (worker, step), which "
-                "no recorded step makes"
-            )
+    Attributes:
+      of_steps: the records of each worker and step, one group after another.
+      offered: the leaf groups of all workers, by worker and step, while they are used.
+      guests: the workers and steps with whose states others begin.
+      shown: these states.
+      weigh: the weights of a simulation with a quorum; None if they are recorded.
+    """
 
+    def __init__(
+        self,
+        plan: Topology | Rounds,
+        merge: str | Quorum,
+        records: Iterable[MergeRecord],
+    ):
+        self.plan, self.merge, self.rounds = plan, merge, _rounds_of(plan, merge)
+        self.of_steps: Records = collections.defaultdict(list)
+        for used in sorted(records, key=lambda used: used.group):
+            self.of_steps[used.worker, used.step].append(used)
+        self.offered: dict[Version, dict[int, Rows]] = collections.defaultdict(dict)
+        self.guests, self.shown = set[Version | None](), dict[Version, WorkerState]()
+        # The models that a step merges, and in how many each is.
+        self._merged = collections.defaultdict(set)
+        for (worker, step), each in self.of_steps.items():
+            at = worker, step + max(0, self.rounds.delay - 1)
+            self._merged[at].update(*(used.versions() for used in each))
+        self._uses = collections.Counter(itertools.chain(*self._merged.values()))
+        models = (x for each in self.of_steps.values() for y in each for x in y.models)
+        is_bare = all(one.weight is None for one in models)
+        is_simulated = isinstance(merge, Quorum) and is_bare
+        self.weigh = _Weigh(self.rounds, merge) if is_simulated else None
 
-def _drop(keys: Collection[Any], uses: collections.Counter, kept: dict) -> None:
-    """Counts a use of each key, and drops those that are not used again."""
-    uses.subtract(keys)
-    for key in keys:
-        if not uses[key]:
-            del kept[key]
+    def missing(self, worker: int, step: int) -> list[Version]:
+        """The models that a step merges, and that are not offered yet."""
+        return sorted(self._merged[worker, step] - self.offered.keys())
 
-
-def _rounds_of(graph: Topology | Rounds, way: str | Quorum) -> Rounds:
-    if isinstance(graph, Wagma):
-        return graph
-    if isinstance(graph, Rounds):
-        if not isinstance(way, Quorum) or graph.compression is not None:
-            raise ValueError(
-                "only rounds with a Quorum, which are not encoded, are repeated, got "
-                f"{way!r}"
-            )
-        return graph
-    if isinstance(way, Quorum):
-        raise ValueError("a quorum is repeated with its Rounds, got a topology")
-    if way not in WAYS:
-        raise ValueError(f"merge must be one of {', '.join(WAYS)}, got {way!r}")
-    return Rounds(graph, delay=1)
-
-
-def _versions(each: Sequence[MergeRecord]) -> set[tuple[int, int]]:
-    return set().union(*(used.versions() for used in each))
-
-
-def _is_simulated(way: str | Quorum, of_steps: Mapping[Any, list[MergeRecord]]) -> bool:
-    """Whether models of a quorum have no weights."""
-    models = (x for each in of_steps.values() for used in each for x in used.models)
-    return isinstance(way, Quorum) and all(one.weight is None for one in models)
+    def drop(self, worker: int, step: int) -> None:
+        """Drops the models that a step has merged, and that no other will."""
+        self._uses.subtract(self._merged[worker, step])
+        for one in self._merged[worker, step]:
+            if not self._uses[one]:
+                del self.offered[one]
 
 
 class _Worker(Beside):
-    """A worker that counts what it has trained on, where that is a weight."""
+    """A worker that repeats its steps."""
 
-    def __init__(self, local: Adapt, rounds: Rounds, mesh: Any, port: "_Recorded"):
-        super().__init__(local, rounds, mesh, port)
-        self._recorded = port
+    def __init__(self, local: Adapt, run: _Replay, worker: int):
+        super().__init__(local, run.rounds, worker_mesh(1), _Recorded(run, worker))
+        self._of, self._worker = run, worker
+
+    def life(
+        self,
+        state: WorkerState,
+        steps: Sequence[int],
+        joined: Version | None,
+        batches: Batches,
+        skip: Callable[[WorkerState, int], WorkerState],
+    ) -> Iterator[WorkerStep | str]:
+        """Its steps; texts say what it needs before it can continue."""
+        run, worker, next_step = self._of, self._worker, min(steps, default=0)
+        if joined is not None:
+            while joined not in run.shown:
+                yield f"worker {worker} needs the state of {joined}"
+            own = jax.tree.map(jnp.copy, run.shown[joined])
+            state, next_step = from_anchor(own._replace(key=state.key)), joined[1]
+        for step in steps:
+            if step > next_step:
+                self.skip_to(step)
+                state = skip(state, step)
+            # A peer sends its state as it is once it has left steps out.
+            if (worker, step) in run.guests:
+                copied = jax.tree.map(jnp.copy, state._replace(key=()))
+                run.shown[worker, step] = copied
+            taken = self.begin(state, batches(worker, step), step)
+            # Its messages are now available to the others; without any it is done.
+            result = next(taken)
+            while missing := run.missing(worker, step):
+                yield f"worker {worker} needs at step {step} {missing}"
+            new = next(taken) if result is None else result
+            assert new is not None
+            (state, metrics), next_step = new, step + 1
+            run.drop(worker, step)
+            yield worker, step, state, metrics
 
     def _trained(self, batch: Any) -> None:
-        if self._recorded.weigh is not None:
-            way = self._recorded.weigh.way
+        if self._of.weigh is not None:
+            way = self._of.weigh.way
             (tokens,) = way.quorum.count_tokens(batch)
-            way.count(self._recorded.worker, tokens)
+            way.tally.count(self._worker, tokens)
+
+
+class _Recorded(Port):
+    """The port of a worker that takes its peers' models from the record."""
+
+    phase = "exchanging"
+
+    def __init__(self, run: _Replay, worker: int):
+        self.takes_groups = not isinstance(run.plan, Wagma)
+        self._of, self._worker = run, worker
+
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
+        layout = Layout(list(leaves.values()), worker_mesh(1))
+        (own,) = layout.rows(list(leaves.values()))
+        self._of.offered[self._worker, step][group] = own
+        if self._of.weigh is not None:
+            self._of.weigh.send(self._worker, group, own, step)
+        return functools.partial(self._averaged, group, leaves, layout, step)
+
+    def _averaged(
+        self, group: int, leaves: Leaves, layout: Layout, step: int
+    ) -> Leaves:
+        run, each = self._of, self._of.of_steps[self._worker, step]
+        # A simulation records no groups: its entries apply to all of them; and a round
+        # is of one fragment.
+        used = each[group if len(each) > 1 else 0]
+        models = {key: run.offered[key][group] for key in used.versions()}
+        if run.weigh is not None:
+            rows = run.weigh.mean(used, group, models)
+        elif isinstance(run.plan, Wagma):
+            rows = _group_mean(run.plan, used, models)
+        elif isinstance(run.merge, Quorum):
+            rows = weighted_mean(used, models, run.merge.trimmed)
+        else:
+            rows = WAYS[run.merge].combine(run.rounds.topology, used, models)
+        mixed = layout.stacked(list(leaves.values()), [rows])
+        return dict(zip(leaves, mixed, strict=True))
 
 
 class _Weigh:
@@ -277,9 +255,9 @@ class _Weigh:
 
     def __init__(self, rounds: Rounds, quorum: Any):
         self.schedule = rounds.schedule
-        self._graph = of_permutations(self.schedule.name, self.schedule.exchanges)
+        self._graph = of_permutations(rounds_graph(rounds))
         links: Any = self
-        self.way = QuorumMeans(links, self._graph, quorum, self.schedule)
+        self.way = QuorumMeans(links, self._graph, None, quorum, self.schedule)
         self._said: dict[tuple[int, int, int, int], Said] = {}
         self._coming: dict[int, list[Message]] = {}
 
@@ -311,53 +289,53 @@ class _Weigh:
         return self._coming[peer]
 
 
-class _Recorded(Port):
-    """The port of a worker that takes its peers' models from the record."""
+def _in_order(lives: list[Iterator[WorkerStep | str]]) -> Iterator[WorkerStep]:
+    """Runs the steps of all workers, each once its inputs are available."""
+    while lives:
+        needs = []
+        for life in list(lives):
+            match next(life, None):
+                case None:
+                    lives.remove(life)
+                case str() as need:
+                    needs.append(need)
+                case done:
+                    yield done
+        if lives and len(needs) == len(lives):
+            raise ValueError(
+                f"the record is incomplete: {needs[0]}, as (worker, step), which no "
+                "recorded step makes"
+            )
 
-    def __init__(
-        self,
-        graph: Topology | Rounds,
-        way: str | Quorum,
-        worker: int,
-        of_steps: Mapping[tuple[int, int], list[MergeRecord]],
-        offered: Offered,
-        weigh: _Weigh | None = None,
-    ):
-        self.takes_groups = not isinstance(graph, Wagma)
-        self.phase = "exchanging"
-        self.worker, self.weigh = worker, weigh
-        self._of_steps, self._offered = of_steps, offered
-        if isinstance(graph, Wagma):
-            self._average = functools.partial(_group_mean, graph)
-        elif isinstance(way, Quorum):
-            self._average = functools.partial(weighted_mean, trimmed=way.trimmed)
-        else:
-            assert isinstance(way, str)
-            assert isinstance(graph, Topology)
-            self._average = functools.partial(WAYS[way].combine, graph)
 
-    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
-        layout = Layout(list(leaves.values()), worker_mesh(1))
-        (own,) = layout.rows(list(leaves.values()))
-        self._offered.setdefault((self.worker, step), {})[group] = own
-        if self.weigh is not None:
-            self.weigh.send(self.worker, group, own, step)
-        return functools.partial(self._averaged, group, leaves, layout, step)
+def _steps_of(of_steps: Iterable[tuple[int, int]], count: int) -> list[list[int]]:
+    """The steps of each worker, one after another."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for worker, step in sorted(of_steps):
+        if found[worker] and step != found[worker][-1] + 1:
+            raise ValueError(
+                f"the record of worker {worker} goes from step {found[worker][-1]} to "
+                f"{step}: it rejoined there, with a model that is not recorded"
+            )
+        found[worker].append(step)
+    return found
 
-    def _averaged(
-        self, group: int, leaves: Leaves, layout: Layout, step: int
-    ) -> Leaves:
-        each = self._of_steps[self.worker, step]
-        # A simulation records no groups: its entries apply to all of them; and a round
-        # is of one fragment.
-        used = each[group if len(each) > 1 else 0]
-        models = {key: self._offered[key][group] for key in used.versions()}
-        if self.weigh is None:
-            rows = self._average(used, models)
-        else:
-            rows = self.weigh.mean(used, group, models)
-        mixed = layout.stacked(list(leaves.values()), [rows])
-        return dict(zip(leaves, mixed, strict=True))
+
+def _rounds_of(graph: Topology | Rounds, way: str | Quorum) -> Rounds:
+    if isinstance(graph, Wagma):
+        return graph
+    if isinstance(graph, Rounds):
+        if not isinstance(way, Quorum) or graph.compression is not None:
+            raise ValueError(
+                "only rounds with a Quorum, which are not encoded, are repeated, got "
+                f"{way!r}"
+            )
+        return graph
+    if isinstance(way, Quorum):
+        raise ValueError("a quorum is repeated with its Rounds, got a topology")
+    if way not in WAYS:
+        raise ValueError(f"merge must be one of {', '.join(WAYS)}, got {way!r}")
+    return Rounds(graph, delay=1)
 
 
 def _group_mean(groups: Wagma, used: MergeRecord, models: Models) -> Rows:

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-Counts = np.ndarray
+Amounts = np.ndarray
 """Numbers of tokens and of steps, [2]."""
-Edge = tuple[int, int, int]
+Stream = tuple[int, int, int]
 """Numbers of a worker here, a peer, and a group of leaves."""
 NUM_COUNTS = 5  # Numbers of a message: new, earlier, and the life.
 
@@ -40,54 +40,56 @@ class Tally:
     def __init__(self):
         # Of each worker: its life, what it has trained in it, and its first round.
         self._life: dict[int, int] = collections.defaultdict(_draw_life)
-        self._trained: dict[int, Counts] = collections.defaultdict(_none)
+        self._trained: dict[int, Amounts] = collections.defaultdict(_none)
         self._first: dict[int, int] = collections.defaultdict(int)
+        # By worker and group: the rounds that it had merged when it began the newest.
+        self.base: dict[tuple[int, int], int] = {}
         # By worker and group: what it had trained at its contribution before; and the
         # round and the counts of the one that it has not merged itself yet.
-        self._before: dict[tuple[int, int], Counts] = collections.defaultdict(_none)
-        self._sent: dict[tuple[int, int], tuple[int, Counts]] = {}
-        # By edge: what the worker has sent to the peer; and the newest round and the
+        self._before: dict[tuple[int, int], Amounts] = collections.defaultdict(_none)
+        self._sent: dict[tuple[int, int], tuple[int, Amounts]] = {}
+        # By stream: what the worker has sent to the peer; and the newest round and the
         # life that it has merged of the peer, and how much of it.
-        self._told: dict[Edge, Counts] = collections.defaultdict(_none)
-        self._merged: dict[Edge, tuple[int, int, Counts]] = {}
+        self._told: dict[Stream, Amounts] = collections.defaultdict(_none)
+        self._merged: dict[Stream, tuple[int, int, Amounts]] = {}
 
     def count(self, worker: int, tokens: int) -> None:
-        """Counts a step that a worker has trained."""
+        """Amounts a step that a worker has trained."""
         self._trained[worker] = self._trained[worker] + (tokens, 1)
 
     def send(
         self, worker: int, group: int, number: int, peers: Iterable[int]
     ) -> dict[int, list[int]]:
         """What a worker's messages say in a round, by peer."""
-        edges = {peer: (worker, peer, group) for peer in peers}
+        streams = {peer: (worker, peer, group) for peer in peers}
         round_, new = self._sent.get((worker, group), (None, _none()))
         if round_ != number:  # Else it is sent again.
             now = self._trained[worker]
             new = now - self._before[worker, group]
             self._before[worker, group], self._sent[worker, group] = now, (number, new)
-            for edge in edges.values():
-                self._told[edge] = self._told[edge] + new
+            for stream in streams.values():
+                self._told[stream] = self._told[stream] + new
         life = self._life[worker]
         return {
-            peer: [*new.tolist(), *(self._told[edge] - new).tolist(), life]
-            for peer, edge in edges.items()
+            peer: [*new.tolist(), *(self._told[stream] - new).tolist(), life]
+            for peer, stream in streams.items()
         }
 
     def take_own(self, worker: int, group: int) -> list[int]:
         """The tokens and steps of what a worker has sent last."""
         return self._sent.pop((worker, group))[1].tolist()
 
-    def merge(self, edge: Edge, number: int, said: Sequence[int]) -> list[int]:
+    def merge(self, stream: Stream, number: int, said: Sequence[int]) -> list[int]:
         """The tokens and steps for which a message counts, which are merged then."""
         *counts, life = said
         new, earlier = np.array(counts).reshape(2, 2)
-        unknown = self._first[edge[0]] - 1, life, earlier
-        newest, known, merged = self._merged.get(edge, unknown)
+        unknown = self._first[stream[0]] - 1, life, earlier
+        newest, known, merged = self._merged.get(stream, unknown)
         if number <= newest:
             return [0, 0]
         counted = new + earlier - (merged if known == life else earlier)
         if counted[1] > 0:
-            self._merged[edge] = number, life, new + earlier
+            self._merged[stream] = number, life, new + earlier
         return counted.tolist()
 
     def forget(self, worker: int, first: int) -> None:
@@ -100,12 +102,12 @@ class Tally:
         self._life.pop(worker, None)
         self._trained.pop(worker, None)
         known: Any
-        for known in self._before, self._sent, self._told, self._merged:
+        for known in self.base, self._before, self._sent, self._told, self._merged:
             for key in [key for key in known if key[0] == worker]:
                 del known[key]
 
 
-def _none() -> Counts:
+def _none() -> Amounts:
     return np.zeros(2, np.int64)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
-from decentjax.compression import Leaves
+from decentjax.compression import Compression, Leaves
 from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.port import Arrival, Port, Record, ignore
@@ -27,6 +27,7 @@ from decentjax.placement import (
     local_workers,
     over_workers,
     place,
+    slices_of,
 )
 from decentjax.plan import (
     GradientMean,
@@ -53,7 +54,7 @@ from decentjax.state import WorkerState, strong
 from decentjax.train_step import StepCount, check_not_donated
 from decentjax.updates import Adapt, init_of
 
-Step = tuple[WorkerState, Metrics]
+NewState = tuple[WorkerState, Metrics]
 
 
 class Beside(Closing):
@@ -76,8 +77,8 @@ class Beside(Closing):
 
     Raises:
       TypeError: if the plan is neither topology nor rounds, or the port is none.
-      ValueError: if the compression of the rounds has shards, or the mesh has a
-        different number of workers.
+      ValueError: if messages of slices are to be encoded, or the mesh has a different
+        number of workers.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class Beside(Closing):
         rounds = check_beside(plan)
         warn_of_plan(plan)
         _check_port(port, mesh, workers)
+        _check_encodes(rounds.compression, mesh)
         of_packed = rounds.adapt(local)
 
-        def adapt(state: WorkerState, batch: Any, mixed: Any) -> Step:
+        def adapt(state: WorkerState, batch: Any, mixed: Any) -> NewState:
             new, metrics = of_packed(state, batch, mixed)
             return jax.tree.map(strong, new), metrics
 
@@ -144,11 +146,11 @@ class Beside(Closing):
         """Reuses the compiled programs of a step of the same local update and mesh."""
         self._known, self._whole = other._known, other._whole
 
-    def __call__(self, state: WorkerState, batch: Any, step: int) -> Step:
+    def __call__(self, state: WorkerState, batch: Any, step: int) -> NewState:
         """Returns the new state and metrics, as `advance` does."""
         return self.advance(state, batch, step)
 
-    def advance(self, state: WorkerState, batch: Any, step: int) -> Step:
+    def advance(self, state: WorkerState, batch: Any, step: int) -> NewState:
         """Returns the new state and metrics.
 
         The state's buffers are donated, except those of its params, which live until
@@ -166,7 +168,9 @@ class Beside(Closing):
         state, metrics = new
         return self._rounds.unpack(state), metrics
 
-    def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Step | None]:
+    def begin(
+        self, state: WorkerState, batch: Any, step: int
+    ) -> Iterator[NewState | None]:
         """A step of packed states in two parts: None once its messages are sent.
 
         If its messages follow its update, the first part computes the update.
@@ -238,8 +242,13 @@ class Beside(Closing):
                 stage.compute(mixed, values)
 
     def _stages(self, state: WorkerState, batch: Any) -> Stages:
-        whole = not self._port.takes_groups
-        return stages_of(self._known, self._adapt, state, batch, self._mesh, whole)
+        # As in `jax.jit`: a last, shorter batch is another program.
+        leaves, structure = jax.tree.flatten((state, batch))
+        kind = structure, tuple((x.shape, x.dtype) for x in leaves)
+        if kind not in self._known:
+            how = self._mesh, not self._port.takes_groups
+            self._known[kind] = stages_of(self._adapt, state, batch, *how)
+        return self._known[kind]
 
     def _in_groups(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """`x <- W x + update(grad f(x))`, whose messages are sent a step ahead."""
@@ -250,7 +259,7 @@ class Beside(Closing):
         self._sent, self._next = [], step + 1
         arriving, self._arriving = self._arriving, collections.deque()
         yield None
-        values = self._computed(stages, state, batch, step)
+        values = self._run(stages.early, state, batch, step)
         outputs = dict(zip(stages.finished, values, strict=False))
         mixed: Leaves = {}
         for group, stage in enumerate(stages.groups):
@@ -293,7 +302,7 @@ class Beside(Closing):
 
     def _after(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """`x <- W (x + update(grad f(x)))`."""
-        new, metrics = self._updated(state, batch, step)
+        new, metrics = self._run(self._whole, state, batch, step)
         leaves, structure = jax.tree.flatten(new.params)
         arrival = self._port.carry(0, dict(enumerate(leaves)), step)
         yield None
@@ -304,10 +313,10 @@ class Beside(Closing):
     def _in_rounds(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
         """A step of rounds, with each part a separate program."""
         check_carried(state)
-        schedule = self._rounds.schedule
-        sends, receives = schedule[step]
-        if schedule.delay == 0:
-            new, metrics = self._updated(state._replace(extra=()), batch, step)
+        sends, receives = self._rounds.schedule[step]
+        bare = state._replace(extra=())
+        if self._rounds.delay == 0:
+            new, metrics = self._run(self._whole, bare, batch, step)
             new = new._replace(extra=self._counted(state.extra, batch))
             if sends:
                 new = self._send(sends, new, step)
@@ -320,7 +329,7 @@ class Beside(Closing):
             if receives:
                 mixed, new, metrics = self._merged(receives, mixed, batch, step)
             else:
-                new, metrics = self._updated(state._replace(extra=()), batch, step)
+                new, metrics = self._run(self._whole, bare, batch, step)
             new = new._replace(extra=self._counted(mixed.extra, batch))
         new = without_messages(self._rounds, new)
         self._next, self._extra = step + 1, new.extra
@@ -361,7 +370,7 @@ class Beside(Closing):
         """The state after a round, and that after the step, with its metrics."""
         known = state._replace(extra=())  # Messages in flight must not be donated.
         stages = self._stages(known, batch)
-        values = self._computed(stages, known, batch, step)
+        values = self._run(stages.early, known, batch, step)
         mixed = self._receive(one, state, step)
         leaves = dict(enumerate(jax.tree.leaves(mixed.params)))
         outputs = dict(zip(stages.finished, values, strict=False))
@@ -378,19 +387,10 @@ class Beside(Closing):
         with self._doing("wait", self._port.phase, step):
             return arrival()
 
-    def _computed(
-        self, stages: Stages, state: WorkerState, batch: Any, step: int
-    ) -> list[jax.Array]:
-        """The part of the local update that awaits no message."""
-        return self._run(stages.early, state, batch, step)
-
-    def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
-        """The whole local update."""
-        return self._run(self._whole, state, batch, step)
-
     def _run(
         self, compiled: Callable, state: WorkerState, batch: Any, step: int
     ) -> Any:
+        """Runs the local update, or its part that awaits no message."""
         with self._doing("compute", "computing", step):
             # Donates all but the params, which are still being sent. The record says
             # when the computing was done, not when it was dispatched.
@@ -442,8 +442,18 @@ def _check_port(port: Port, mesh: Mesh, workers: Sequence[int] | None) -> None:
         )
 
 
-def _compiled(adapt: Adapt, mesh: Mesh) -> Callable[..., Step]:
-    def local(params: Any, others: Any, batch: Any) -> Step:
+def _check_encodes(compression: Compression | None, mesh: Mesh) -> None:
+    """Raises a ValueError if messages of slices are to be encoded."""
+    if compression is not None and len(slices_of(mesh)[0]) > 1:
+        raise ValueError(
+            "beside the step messages are encoded for workers of one device, but these "
+            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh, in "
+            "the trainer the exchange in_step, or no compression"
+        )
+
+
+def _compiled(adapt: Adapt, mesh: Mesh) -> Callable[..., NewState]:
+    def local(params: Any, others: Any, batch: Any) -> NewState:
         return adapt(WorkerState(params, *others), batch, params)
 
     # The params may still be in flight.

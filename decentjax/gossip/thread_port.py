@@ -19,7 +19,7 @@ from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.lowerings import (
-    Mix,
+    CompiledMix,
     Mixes,
     compiled_mix,
     compiled_mix_encoded,
@@ -54,8 +54,8 @@ class Carrier(Port):
       record: function that is called with each exchange.
 
     Raises:
-      ValueError: if the mesh has a different number of workers, messages of slices
-        are to be encoded, or the devices of `exchange_mesh` are in other processes.
+      ValueError: if the mesh has a different number of workers, or the devices of
+        `exchange_mesh` are in other processes.
     """
 
     phase = "exchanging"
@@ -78,7 +78,6 @@ class Carrier(Port):
                 f'exchanges in a thread need a mesh whose axis "{axis}" has the '
                 f"topology's {schedule.num_workers} workers, got {dict(mesh.shape)}"
             )
-        check_encodes(rounds.compression, mesh)
         if rounds.count_tokens is not None and message_dtype is not None:
             raise ValueError(
                 "a message_dtype would round the weights of means weighted by tokens: "
@@ -215,7 +214,9 @@ def host_mesh(mesh: Mesh) -> Mesh:
     return Mesh(twins.reshape(mesh.devices.shape), mesh.axis_names)
 
 
-def mix_elsewhere(mix_models: Mix, models: Any, mesh: Mesh, exchange_mesh: Mesh) -> Any:
+def mix_elsewhere(
+    mix_models: CompiledMix, models: Any, mesh: Mesh, exchange_mesh: Mesh
+) -> Any:
     """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
     there = jax.tree.map(lambda x: moved(x, mesh, exchange_mesh), models)
     mixed = mix_models(there)
@@ -244,16 +245,6 @@ def lanes_of(mesh: Mesh) -> list[Mesh]:
     if len(slices[0]) == 1:
         return [mesh]
     return [Mesh(lane, (AXIS,)) for lane in slices.T]
-
-
-def check_encodes(compression: Any, mesh: Mesh) -> None:
-    """Raises a ValueError if messages of slices are to be encoded."""
-    if compression is not None and len(slices_of(mesh)[0]) > 1:
-        raise ValueError(
-            "beside the step messages are encoded for workers of one device, but these "
-            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh, in "
-            "the trainer the exchange in_step, or no compression"
-        )
 
 
 def in_lanes(stacked: Any, lanes: list[Mesh]) -> list[Any]:

@@ -34,8 +34,9 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
-from decentjax.gossip import Background, count_examples
+from decentjax.gossip import Background
 from decentjax.gossip.merging import check_whole
+from decentjax.gossip.quorum import count_examples
 from decentjax.plan import schedule_of, worker_step
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, replace, send
 from decentjax.schedule import Event, Round, every

@@ -28,7 +28,7 @@ from decentjax import (
 )
 from decentjax.analysis import ring_all_reduce
 from decentjax.gossip import host_mesh
-from decentjax.gossip.lowerings import Mix, compiled_mix, fastest_mixes
+from decentjax.gossip.lowerings import CompiledMix, compiled_mix, fastest_mixes
 from decentjax.gossip.thread_port import in_lanes, lanes_of, mix_elsewhere
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
@@ -175,11 +175,11 @@ class _Exchanges:
             self._known[exchange] = _seconds(_in_parallel(runs), self.models)
         return self._known[exchange]
 
-    def _run(self, exchange: Exchange, lane: Mesh, there: Mesh) -> Mix:
+    def _run(self, exchange: Exchange, lane: Mesh, there: Mesh) -> CompiledMix:
         mix_there = self._mix(exchange, there)
         return lambda models: mix_elsewhere(mix_there, models, lane, there)
 
-    def _mix(self, exchange: Exchange, lane: Mesh) -> Mix:
+    def _mix(self, exchange: Exchange, lane: Mesh) -> CompiledMix:
         if not self.in_background:
             return compiled_mix(exchange, Lowering(), lane, self.message_dtype)
         one = Topology("measured", (exchange,))

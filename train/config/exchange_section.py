@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from decentjax.gossip import AutoPatience, Guard, Quorum, count_examples
+from decentjax.gossip import AutoPatience, Guard, Quorum
+from decentjax.gossip.quorum import count_examples
 from train.config.checks import check_at_least
 from train.fields import checked
 

@@ -101,7 +101,7 @@ def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> To
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class HubRows:
     """The examples of a split, as `Labelled` has them."""
 
     rows: Any
@@ -151,7 +151,7 @@ def read_images(splits: Splits, image: str, label: str) -> Labelled:
     # They are decoded with their crop.
     undecoded = datasets.Image(decode=False)
     train, held_out = (
-        Rows(_with_class(x, label, name).cast_column(image, undecoded), image, label)
+        HubRows(_with_class(x, label, name).cast_column(image, undecoded), image, label)
         for x, name in zip(splits[:2], splits.names, strict=True)
     )
     labels = np.array(train.rows[label][:], np.int32)

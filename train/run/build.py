@@ -32,7 +32,7 @@ from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peer_place import peer_place
 from train.run.check_task import check_takes
-from train.run.method import Beside, build_method
+from train.run.method import InThread, build_method
 from train.run.nonfinite import poison_gradient, quarantined
 from train.run.policy_choice import Chooser
 from train.tasks.task import Task
@@ -144,7 +144,7 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
-LoopStep = InStep | Beside | gossip.Peers
+LoopStep = InStep | InThread | gossip.Peers
 
 
 def build_steps(

@@ -44,7 +44,7 @@ from train.run.message_bytes import sent_bytes, sent_schedule, step_bytes
 from train.run.policy_choice import build_policy, init_graph
 from train.tasks.task import Task, longest_dim
 
-Beside = gossip.AllReduce | gossip.Background
+InThread = gossip.AllReduce | gossip.Background
 
 
 class Sent(NamedTuple):
@@ -88,7 +88,7 @@ class Method:
     graph: Topology
     mix: Callable[..., Any] | None
     is_early: bool
-    beside: Callable[..., Beside]
+    beside: Callable[..., InThread]
     sent: Callable[[Event, Any], Sent | None]
     model_bytes: Callable[[Any], float]
     times: Callable[..., runtime.Times]
@@ -210,7 +210,7 @@ def _mix_of(config: Config, task: Task | None) -> Callable[..., Any]:
     return bind_mix(config.step, longest_dim if task is None else task.shard)
 
 
-def _in_thread(plan: Plan, local: LocalUpdate, mesh: Mesh, **options: Any) -> Beside:
+def _in_thread(plan: Plan, local: LocalUpdate, mesh: Mesh, **options: Any) -> InThread:
     return gossip.Background(local, plan, mesh, **options)
 
 
@@ -246,7 +246,7 @@ def _all_reduce(config: Config) -> Method:
 
     def beside(
         local: LocalUpdate, mesh: Mesh, *, record: gossip.Record | None, **options: Any
-    ) -> Beside:
+    ) -> InThread:
         del options  # Gradients have their own dtype, and are awaited.
         return gossip.AllReduce(local, mesh, record)
 

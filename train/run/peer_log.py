@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from decentjax import gossip
+from decentjax.gossip.merging import LeftOut
 from decentjax.topology import matrices
 from train.cli.tables import say_workers
 from train.config import Config
@@ -152,7 +153,7 @@ def mean_moved(apart: float, before: int, gone: int, came: int) -> float:
     return apart * math.sqrt(by_going + by_coming)
 
 
-def _distrusted(one: gossip.LeftOut) -> str:
+def _distrusted(one: LeftOut) -> str:
     """What a guard has left out or clipped, and why."""
     if one.why == "age":
         return (

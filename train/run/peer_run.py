@@ -144,8 +144,8 @@ def build_peers(
         assert isinstance(exchange, PeerExchange | QuorumExchange)
         build, silent = config.topology.build_for, exchange.silent_seconds
         alone = JOIN_SECONDS if has_begun(folder) else START_SECONDS
-        elastic = gossip.Elastic(functools.cache(build), _quorum(config), silent, alone)
-        common |= {"elastic": elastic, "batches_read": read}
+        how = _quorum(config), silent, alone, read
+        common["elastic"] = gossip.Elastic(functools.cache(build), *how)
     match exchange:
         case GroupExchange():
             return gossip.Peers(
@@ -186,7 +186,9 @@ def amounts_of(task: Task) -> Callable[[Any], list[int]]:
     return amounts
 
 
-def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
+def _bound(
+    config: Config, folder: Path
+) -> tuple[str, gossip.Addresses | gossip.Folder]:
     """Where this process listens, and the book in which it finds the others."""
     exchange, place = config.exchange, peer_place(config)
     assert isinstance(exchange, ApartExchange)

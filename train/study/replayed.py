@@ -74,7 +74,7 @@ def repeat(
 
     done = None
     if lives is not None:
-        done = [gossip.WorkerSteps(list(one.places), one.joined) for one in lives]
+        done = [(list(one.places), one.joined) for one in lives]
     match config.exchange:
         case QuorumExchange() as exchange:
             graph = method.rounds
@@ -86,8 +86,11 @@ def repeat(
             graph = method.graph
         case _:
             raise ValueError("only runs of peers are repeated")
-    how = records, observe, done, at_step
-    return gossip.replay(local, graph, way, start, batches, *how)
+    how = start.copy(), batches, records, done, at_step
+    for worker, step, state, metrics in gossip.replay(local, graph, way, *how):
+        observe(worker, step, state, metrics)
+        start[worker] = state
+    return start
 
 
 def train_by_clock(

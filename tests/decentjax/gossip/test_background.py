@@ -148,6 +148,13 @@ def _assert_same(got, wanted, atol=0.0):
             np.testing.assert_allclose(x, y, rtol=0, atol=atol * scale)
 
 
+def _check(case, wanted=None, atol=0.0, steps=(0, 1, 2, 3), placed=True, **options):
+    """A second thread has the numbers of the step."""
+    with _in_background(case, **options) as train_step:
+        found = _run(train_step, case, steps, placed)
+    _assert_same(found, wanted or _wanted(case, steps), atol)
+
+
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch):
     """Of the three leaves, 28 B, 140 B and 84 B, each makes a group."""
@@ -212,24 +219,21 @@ ROUNDED = {
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_the_numbers_are_those_of_the_step_bit_for_bit(case):
     """State, keys and metrics after each of four steps."""
-    with _in_background(case) as train_step:
-        _assert_same(_run(train_step, case), _wanted(case))
+    _check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.draw(6)
 @pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
 def test_the_numbers_are_those_of_the_step_to_rounding(case):
-    with _in_background(case) as train_step:
-        _assert_same(_run(train_step, case), _wanted(case), atol=2e-5)
+    _check(case, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 150, 2**20])
 def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
     monkeypatch.setattr(pipeline, "GROUP_BYTES", size)
-    with _in_background(Case()) as train_step:
-        _assert_same(_run(train_step, Case()), _wanted(Case()))
+    _check(Case())
 
 
 @pytest.mark.slow
@@ -237,9 +241,7 @@ def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
     "steps", [(0, 1, 1, 0), (3, 5, 6, 0), (7,)], ids=["repeated", "skipped", "later"]
 )
 def test_a_step_out_of_turn_starts_its_exchange_anew(steps):
-    case = Case(FOUR)
-    with _in_background(case) as train_step:
-        _assert_same(_run(train_step, case, steps), _wanted(case, steps))
+    _check(Case(FOUR), steps=steps)
 
 
 def _step(train_step, case, state, t):
@@ -288,9 +290,7 @@ def test_a_shorter_batch_is_another_program_and_the_same_step():
             return super().batch(t) if t % 2 else _short(super().batch(t))
 
     short = Short(*case)
-    wanted = _run(short.in_step(), short)
-    with _in_background(case) as train_step:
-        _assert_same(_run(train_step, short), wanted)
+    _check(short, _run(short.in_step(), short))
 
 
 def test_a_step_that_is_refused_leaves_the_shared_thread_to_others():
@@ -334,13 +334,11 @@ def test_after_a_step_that_failed_the_next_starts_its_exchange_anew():
 def test_other_devices_than_those_that_compute_may_exchange(graph, placed):
     case = Case(graph)
     others = worker_mesh(graph.num_workers, jax.devices()[4:])
-    with _in_background(case, exchange_mesh=others) as train_step:
-        _assert_same(_run(train_step, case, placed=placed), _wanted(case))
+    _check(case, placed=placed, exchange_mesh=others)
 
 
 def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
-    with _in_background(Case()) as train_step:
-        _assert_same(_run(train_step, Case(), placed=False), _wanted(Case()))
+    _check(Case(), placed=False)
 
 
 @pytest.mark.slow
@@ -354,8 +352,7 @@ def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
 def test_a_step_with_the_same_lowering_has_the_same_numbers(graph, options):
     case = Case(graph)
     wanted = _run(case.in_step(**options), case)
-    with _in_background(case, **options) as train_step:
-        _assert_same(_run(train_step, case), wanted)
+    _check(case, wanted, **options)
 
 
 def test_a_jitted_step_is_cut_and_has_the_same_numbers():
@@ -378,8 +375,7 @@ def test_the_axes_of_the_mesh_may_be_explicit_as_jax_makes_them(placed):
             return jax.make_mesh((2,), (AXIS,), (AxisType.Explicit,))
 
     explicit = Explicit(*case)
-    with _in_background(explicit) as train_step:
-        _assert_same(_run(train_step, explicit, placed=placed), _wanted(case))
+    _check(explicit, _wanted(case), placed=placed)
     _assert_same(_run(explicit.in_step(), explicit, placed=placed), _wanted(case))
 
 
@@ -491,8 +487,8 @@ def test_two_models_in_two_processes_are_averaged_each_with_itself():
 @pytest.mark.slow
 def test_the_callers_mesh_may_be_set():
     case = Case()
-    with jax.set_mesh(case.mesh), _in_background(case) as train_step:
-        _assert_same(_run(train_step, case), _wanted(case))
+    with jax.set_mesh(case.mesh):
+        _check(case)
 
 
 @pytest.mark.parametrize(
@@ -514,8 +510,7 @@ def test_a_step_that_asks_for_its_peers_is_refused(function):
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
 def test_the_lowering_that_is_measured_to_be_fastest_gives_the_same_numbers(graph):
-    with _in_background(Case(graph), lowering=None) as train_step:
-        _assert_same(_run(train_step, Case(graph)), _wanted(Case(graph)))
+    _check(Case(graph), lowering=None)
 
 
 def test_the_first_leaves_are_sent_on_before_the_last_have_come(monkeypatch):
@@ -537,8 +532,7 @@ def test_the_first_leaves_are_sent_on_before_the_last_have_come(monkeypatch):
             if exchanged.count(t) == 2 and t < 4:
                 in_time.append(submitted[t + 1].wait(LONG))
 
-    with _in_background(Case(), record=record) as train_step:
-        _assert_same(_run(train_step, Case()), _wanted(Case()))
+    _check(Case(), record=record)
     assert in_time == [True] * 4
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from decentjax import methods, place, topology
 from decentjax._core.joining import JOIN_BYTES
-from decentjax.gossip import AutoPatience, Elastic, Peers, averages, means, replay
+from decentjax.gossip import AutoPatience, Elastic, Peers, averages, means
 from tests.parties import (
     LOCAL,
     LONG,
@@ -22,6 +22,7 @@ from tests.parties import (
     flat,
     groups_run,
     party_of,
+    replayed,
     start_of_four,
 )
 
@@ -86,7 +87,7 @@ def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
     # And the same programs repeat it to the last bit.
     rows = batches(num_workers, steps)
-    states = replay(
+    states = replayed(
         LOCAL,
         groups,
         "arrived",
@@ -241,7 +242,7 @@ def test_a_simulation_averages_what_was_there():
     assert found[3, 1] == found[3, 3] == ((1, 3), (3, 3))
     # And it runs: the models are those of these averages.
     rows = batches(4, 4)
-    states = replay(
+    states = replayed(
         LOCAL,
         methods.wagma(4, 2, 3),
         "arrived",
@@ -267,7 +268,7 @@ def test_a_repeated_run_drops_the_models_that_it_has_used(order):
 
     records = averages(groups, np.arange(40.0)[:, None] + np.zeros(4))
     states = [start_of_four(4, worker) for worker in range(4)]
-    replay(LOCAL, groups, "arrived", states, batch, records)
+    replayed(LOCAL, groups, "arrived", states, batch, records)
     assert max(counts[30:]) <= max(counts[:11]) + 5
 
 

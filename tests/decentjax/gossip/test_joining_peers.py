@@ -17,7 +17,7 @@ import pytest
 from decentjax import gossip, methods, simulate, topology
 from decentjax.gossip import Elastic, Peers, Quorum
 from decentjax.gossip.peer_port import PeerPort
-from decentjax.links import Links
+from decentjax.links import Book, Links
 from decentjax.links.handshake import Handshakes
 from tests.parties import LOCAL, LONG, in_threads, party_of
 
@@ -32,10 +32,10 @@ def read(shard, number):
 
 
 @dataclasses.dataclass
-class HidingBook(gossip.Book):
+class HidingBook(Book):
     """A book whose reader sees no other entries before it is opened."""
 
-    book: gossip.Book
+    book: Book
     is_open: bool = False
 
     def write(self, worker, entry):
@@ -113,16 +113,19 @@ class Training:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_elastic", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_newcomer_that_found_nobody_sends_nothing_of_its_lone_steps(plan, tmp_path):
+def test_a_newcomer_sends_nothing_of_what_it_trained_alone(plan, is_elastic, tmp_path):
     """It takes the state of a peer once it meets the others, and only then sends."""
-    book = HidingBook(gossip.Folder(tmp_path))
-    newcomer = steps_of(book, 2, plan, meets_at=29)
-    with Training(gossip.Folder(tmp_path), [0, 1], plan) as others:
+    folder, lone = gossip.Folder(tmp_path), 30 if is_elastic else 0
+    options = {"is_elastic": is_elastic}
+    book = HidingBook(folder) if is_elastic else folder
+    with Training(folder, [0, 1], plan, **options) as others:
         others.until(100)
+        newcomer = steps_of(book, 2, plan, meets_at=lone - 1, **options)
         with contextlib.closing(newcomer):
-            for t, lone in zip(newcomer, range(1, 31), strict=False):
-                assert t == lone  # Nobody answers, and it trains.
+            for t in range(1, lone + 1):
+                assert next(newcomer) == t  # Nobody answers, and it trains.
             joined = next(newcomer)
             assert joined > 100
             until = min(others.steps.values()) + 50
@@ -132,25 +135,6 @@ def test_a_newcomer_that_found_nobody_sends_nothing_of_its_lone_steps(plan, tmp_
     taken = [x for one in others.used for x in one.models if x.peer == 2]
     assert taken  # It takes part after all.
     # Rounds are known by the step at which they begin.
-    assert min(x.step for x in taken) >= joined - 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-def test_without_elastic_who_starts_again_joins_too(plan, tmp_path):
-    """It begins with a new state, and sends nothing that was trained from it."""
-    book, options = gossip.Folder(tmp_path), {"is_elastic": False}
-    with Training(book, [0, 1], plan, **options) as others:
-        others.until(100)
-        with contextlib.closing(steps_of(book, 2, plan, **options)) as newcomer:
-            joined = next(newcomer)
-            assert joined > 100
-            until = min(others.steps.values()) + 50
-            while next(newcomer) < until:
-                pass
-            others.until(until)
-    taken = [x for one in others.used for x in one.models if x.peer == 2]
-    assert taken
     assert min(x.step for x in taken) >= joined - 5
 
 

@@ -15,8 +15,9 @@ import pytest
 
 from decentjax import init_state, local_update, place, topology
 from decentjax.exchange import among, apply
-from decentjax.gossip import Arrived, Elastic, Peers
+from decentjax.gossip import Elastic, Peers
 from decentjax.gossip.membership import Living
+from decentjax.gossip.merging import Arrived
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.links import Links, Message, Piece, Said
 from decentjax.topology import matrices

@@ -33,10 +33,10 @@ from decentjax.codec import exact, int2, int4, int8, num_bytes, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Folder, Peers
 from decentjax.gossip.merging import WAYS, form_of
-from decentjax.links import Links, Piece, Said, edge
+from decentjax.links import Links, Piece, Said, Store, edge
 from decentjax.mixing import mix_arrived
 from tests.ipv6 import needs_ipv6
-from tests.jobs import read_step, spawn
+from tests.jobs import read_step, spawn, spawned, wait_until
 from tests.parties import (
     LOCAL,
     LONG,
@@ -50,6 +50,7 @@ from tests.parties import (
     loss_fn,
     party_of,
     peers_run,
+    replayed,
     rounds_run,
     start,
 )
@@ -423,7 +424,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
     results = peers_run(graph, book, patience=0.1, delays=delays, merge=way)
     records = [one for _, used in results for one in used]
     assert any(one.models for one in records)
-    states = gossip.replay(
+    states = replayed(
         LOCAL,
         graph,
         way,
@@ -435,31 +436,24 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, state.params, found[-1])
 
 
-def test_a_record_in_which_a_worker_came_back_is_not_repeated():
-    records = [gossip.MergeRecord(step, 0, 0, ()) for step in (0, 1, 5)]
-    words = "worker 0 goes from step 1 to 5: it rejoined there"
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        (
+            [gossip.MergeRecord(step, 0, 0, ()) for step in (0, 1, 5)],
+            "worker 0 goes from step 1 to 5: it rejoined there",
+        ),
+        (
+            [gossip.MergeRecord(0, 0, 0, (gossip.Taken(1, 3, 0),))],
+            r"worker 0 needs at step 0 \[\(1, 3\)\].*no recorded step makes",
+        ),
+    ],
+    ids=["came back", "not whole"],
+)
+def test_a_record_that_lacks_something_is_not_repeated(records, words):
+    run = topology.ring(2), "arrived", [start(2, 0), start(2, 1)]
     with pytest.raises(ValueError, match=words):
-        gossip.replay(
-            LOCAL,
-            topology.ring(2),
-            "arrived",
-            [start(2, 0), start(2, 1)],
-            lambda *_: np.ones(1, "f4"),
-            records,
-        )
-
-
-def test_a_record_that_is_not_whole_is_refused():
-    graph, taken = topology.ring(2), gossip.Taken(1, 3, 0)
-    states, records = (
-        [start(2, 0), start(2, 1)],
-        [gossip.MergeRecord(0, 0, 0, (taken,))],
-    )
-    words = r"worker 0 needs at step 0 \[\(1, 3\)\].*no recorded step makes"
-    with pytest.raises(ValueError, match=words):
-        gossip.replay(
-            LOCAL, graph, "arrived", states, lambda *_: np.ones(1, "f4"), records
-        )
+        replayed(LOCAL, *run, lambda *_: np.ones(1, "f4"), records)
 
 
 def test_a_folder_has_a_path_or_its_name(tmp_path):
@@ -515,15 +509,24 @@ def test_an_address_other_than_that_of_the_list_is_refused():
         Peers(LOCAL, topology.ring(2), party).advance(start(2, 0), jnp.ones(1), 0)
 
 
+THREE = [Piece((3,), jnp.float32)]
+
+
+def links_of(folder, worker, channel=THREE, count=2):
+    return Links(party_of(folder, [worker], jax.devices()[:1]), count, [channel])
+
+
 def two_links(folder):
     """Links of workers 0 and 1, and the function by which 1 leaves arrays for 0."""
-    shape = [Piece((3,), jnp.float32)]
-    reader, writer = (
-        Links(party_of(folder, [worker], jax.devices()[:1]), 2, [shape])
-        for worker in range(2)
-    )
+    reader, writer = (links_of(folder, worker) for worker in range(2))
     writer.meet([0], time.monotonic() + LONG)
     return reader, functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
+
+
+def came(reader, step, seconds=LONG):
+    """The step of the message that a reader waits for; None if there is none."""
+    message = reader.wait(0, 1, 0, step, time.monotonic() + seconds)
+    return message and message.said.step
 
 
 def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path, monkeypatch):
@@ -532,18 +535,15 @@ def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path, monkeypatch
     first, publish = two_links(tmp_path)
     writer = publish.func.__self__
     before = writer.life_of(0)
-    assert first.wait(0, 1, 0, 0, time.monotonic() + 1) is None
+    assert came(first, 0, 1) is None
     first.close()
-    shape = [Piece((3,), jnp.float32)]
-    second = Links(party_of(tmp_path, [0]), 2, [shape])
+    second = links_of(tmp_path, 0)
     end = time.monotonic() + LONG
     while writer.life_of(0) in (0, before) and time.monotonic() < end:
         time.sleep(0.01)
     second.meet([1], end)
     publish(Said(7))
-    message = second.wait(0, 1, 0, 7, time.monotonic() + 10)
-    assert message is not None
-    assert message.said.step == 7
+    assert came(second, 7, 10) == 7
 
 
 def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
@@ -552,10 +552,7 @@ def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
     leaves = [jax.random.normal(jax.random.key(0), shape) for shape in shapes]
     leaves[2] = leaves[2].astype(jnp.bfloat16)
     channel = [Piece(x.shape, x.dtype) for x in leaves]
-    reader, writer = (
-        Links(party_of(tmp_path, [worker], jax.devices()[:1]), 2, [channel])
-        for worker in range(2)
-    )
+    reader, writer = (links_of(tmp_path, worker, channel) for worker in range(2))
     for links, peer in ((writer, 0), (reader, 1)):
         links.meet([peer], time.monotonic() + LONG)
     offer, sizes = writer._transports[0].offer, []
@@ -570,13 +567,6 @@ def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, message.arrays, leaves)
     header = 16
     assert sizes == [[header, 6 + 1 + long - 1, long, 5]]
-
-
-def until(condition):
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_connection_that_breaks_loses_and_repeats_nothing(tmp_path):
@@ -598,15 +588,15 @@ def test_a_connection_that_breaks_loses_and_repeats_nothing(tmp_path):
             ways[worker].send(worker, 0, own[worker], step)
         return take(step)
 
-    until(lambda: mix(0) == [1, 1])
+    wait_until(lambda: mix(0) == [1, 1])
     host = links[1]._handshakes
     host._loop.call_soon_threadsafe(host._held[0, 1].transport.abort)
-    until(lambda: not links[0].alive())
+    wait_until(lambda: not links[0].alive())
     for step in range(1, 4):
         mix(step)
-    until(lambda: links[0].alive())
-    until(lambda: mix(4) == [1, 1])
-    until(lambda: take(4) == [0, 0])
+    wait_until(lambda: links[0].alive())
+    wait_until(lambda: mix(4) == [1, 1])
+    wait_until(lambda: take(4) == [0, 0])
     for one in links:
         one.close()
 
@@ -617,22 +607,20 @@ def test_who_has_died_is_known_to_have(tmp_path):
     writer = publish.func.__self__
     assert writer.life_of(0)
     first.close()
-    until(lambda: not writer.life_of(0))
+    wait_until(lambda: not writer.life_of(0))
 
 
 def test_what_has_come_of_one_who_has_ended_counts(tmp_path):
     reader, publish = two_links(tmp_path)
     publish(Said(0))
-    assert reader.wait(0, 1, 0, 0, time.monotonic() + LONG) is not None
+    assert came(reader, 0) == 0
     reader.ask(0, 1, 0)
     publish(Said(1))
     ((pull,),) = filter(None, reader._peers[1].edges[0, 0].pulls.values())
-    until(lambda: all(x.is_ready() for x in pull))
+    wait_until(lambda: all(x.is_ready() for x in pull))
     publish.func.__self__.close()
-    until(lambda: not reader.alive())
-    message = reader.wait(0, 1, 0, 1, time.monotonic() + LONG)
-    assert message is not None
-    assert message.said.step == 1
+    wait_until(lambda: not reader.alive())
+    assert came(reader, 1) == 1
 
 
 def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
@@ -641,14 +629,10 @@ def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
     publish(Said(0))
     later = threading.Timer(0.5, publish, [Said(1)])
     later.start()
-    message = reader.wait(0, 1, 0, 1, time.monotonic() + LONG)
+    assert came(reader, 1) == 1
     later.join()
-    assert message is not None
-    assert message.said.step == 1
     publish(Said(2))
-    message = reader.wait(0, 1, 0, 3, time.monotonic() + 1)
-    assert message is not None
-    assert message.said.step == 2
+    assert came(reader, 3, 1) == 2
 
 
 def test_a_peer_ahead_is_not_awaited_again(tmp_path):
@@ -656,13 +640,10 @@ def test_a_peer_ahead_is_not_awaited_again(tmp_path):
     reader, publish = two_links(tmp_path)
     publish(Said(4))
     late = time.monotonic() + LONG
-    first = reader.wait(0, 1, 0, 2, late)
-    assert first is not None
-    assert first.said.step == 4
-    assert [reader.wait(0, 1, 0, step, late) for step in (3, 4)] == [None, None]
+    assert [came(reader, step) for step in (2, 3, 4)] == [4, None, None]
     assert time.monotonic() < late
     late = time.monotonic() + 0.2
-    assert reader.wait(0, 1, 0, 5, late) is None
+    assert came(reader, 5, 0.2) is None
     assert time.monotonic() >= late
 
 
@@ -672,9 +653,7 @@ def test_who_came_late_misses_nothing_from_then_on(num_missed, tmp_path):
     for step in range(num_missed):
         publish(Said(step))
     for step in range(num_missed - 1, num_missed + 3):
-        message = reader.wait(0, 1, 0, step, time.monotonic() + 10)
-        assert message is not None
-        assert message.said.step == step
+        assert came(reader, step, 10) == step
         publish(Said(step + 1))
 
 
@@ -880,10 +859,7 @@ def test_a_frozen_reader_of_much_delays_no_other(tmp_path):
     size = 4 * 2**20
     argv = [sys.executable, "-c", FREEZES, str(tmp_path), str(size), str(LONG)]
     channel = [Piece((size,), jnp.float32)]
-    writer, reader = (
-        Links(party_of(tmp_path, [i], jax.devices()[:1]), 3, [channel])
-        for i in range(2)
-    )
+    writer, reader = (links_of(tmp_path, i, channel, 3) for i in range(2))
     model = [jnp.ones(size)]
     with subprocess.Popen(argv) as frozen:
         writer.meet([1, 2], time.monotonic() + LONG)
@@ -903,27 +879,20 @@ def test_a_frozen_reader_of_much_delays_no_other(tmp_path):
 def test_a_job_under_jax_distributed_has_a_book(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         store = f"127.0.0.1:{probe.getsockname()[1]}"
-    workers = [spawn(tmp_path, worker, 2, STORE=store) for worker in range(2)]
-    try:
+    with spawned(tmp_path, 2, STORE=store) as workers:
         # Between 0 and 1, of whose batches each model without a peer is one.
-        mean = float(read_step(workers[1], 100)[3])
-        assert 0.3 < mean < 0.8
-    finally:
-        for process in workers:
-            process.kill()
-            process.communicate()
+        assert 0.3 < float(read_step(workers[1], 100)[3]) < 0.8
 
 
 def test_a_store_without_a_job_is_refused():
     with pytest.raises(ValueError, match=r"Store needs jax.distributed.initialize"):
-        gossip.Store().read(0)
+        Store().read(0)
 
 
 @pytest.mark.slow
 def test_a_worker_that_comes_back_begins_anew(tmp_path):
     """Models are exchanged in both directions after a restart."""
-    workers = [spawn(tmp_path, worker, 2, MERGE="swaps") for worker in range(2)]
-    try:
+    with spawned(tmp_path, 2, MERGE="swaps") as workers:
         for worker in workers:
             read_step(worker, 20)
         workers[0].kill()
@@ -935,10 +904,6 @@ def test_a_worker_that_comes_back_begins_anew(tmp_path):
             # How many models it had mixed when the other came back, and a while later.
             before = int(read_step(worker, step)[-1])
             assert int(read_step(worker, step + 200)[-1]) > before + 10
-    finally:
-        for process in workers:
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.slow
@@ -946,8 +911,7 @@ def test_a_worker_that_comes_back_begins_anew(tmp_path):
 @pytest.mark.parametrize("how", [{}, {"WAGMA": "0.5"}], ids=["peers", "wagma"])
 def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
     count = 4 if how else 3
-    workers = [spawn(tmp_path, worker, count, **how) for worker in range(count)]
-    try:
+    with spawned(tmp_path, count, **how) as workers:
         for worker in workers:
             read_step(worker, 20)
         workers[0].kill()  # The first: there is nothing special about it.
@@ -963,7 +927,3 @@ def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
         # A model of its own would still be 0.
         assert mean > 0.1
         assert float(read_step(workers[2], 290)[0]) >= 290
-    finally:
-        for process in workers:
-            process.kill()
-            process.communicate()

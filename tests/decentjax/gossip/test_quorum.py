@@ -30,20 +30,19 @@ from decentjax.gossip import (
     Peers,
     Quorum,
     Taken,
-    WorkerSteps,
-    count_examples,
-    replay,
 )
 from decentjax.gossip.patience import Waits
+from decentjax.gossip.peer_port import from_anchor, of_permutations
 from decentjax.gossip.quorum import (
     NUM_PARTS,
     Contribution,
     QuorumMeans,
+    count_examples,
     weighted_mean,
 )
-from decentjax.gossip.round_port import from_anchor, of_permutations
 from decentjax.links import Links, Piece, Said
 from decentjax.schedule import every
+from tests.contributions import Contributors, means
 from tests.parties import (
     LOCAL,
     LONG,
@@ -54,6 +53,7 @@ from tests.parties import (
     loss_fn,
     party_of,
     peers_run,
+    replayed,
     start,
 )
 
@@ -158,47 +158,29 @@ def three(tmp_path):
     net.close()
 
 
-def means(net, worker, quorum, period=1):
-    schedule = every(topology.ring(3), period, delay=1)
-    return QuorumMeans(net.links[worker], topology.ring(3), quorum, schedule)
-
-
 def arrives(net, worker, peers, step):
     came = net.links[worker].gather(worker, peers, 0, step, len(peers), LONG)
     assert came.keys() == peers
 
 
-def test_weights_are_what_was_trained_discounted_by_age_and_each_counts_once(three):
+def test_weights_are_what_was_trained_discounted_by_age_and_each_counts_once():
     """Three workers; the second misses a round, and comes in the next."""
-    quorum = Quorum(weights="tokens", discount=0.25)
-    ways = [means(three, i, quorum) for i in range(3)]
-    tokens = [10, 30, 20]
-    models = [[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]]
-    for way, worker in zip(ways, range(3), strict=True):
-        way.count(worker, tokens[worker])
-    rows = [three.row(i, models[i]) for i in range(3)]
-    for worker in (0, 2):
-        ways[worker].send(worker, 0, rows[worker], 0)
-    arrives(three, 0, {2}, 0)
-    used, found = ways[0].take(0, 0, rows[0], 0, 0.0)
+    some = Contributors(*3 * [Quorum(discount=0.25)])
+    models = np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0]])
+    some.contribute(0, models[0], 10)
+    some.contribute(2, models[2], 20)
+    used, mean = some.merge(0)
     assert [(one.peer, one.step) for one in used.models] == [(0, 0), (2, 0)]
-    (mean,) = ways[0].combine(None, used, found)
-    wanted = (10 * np.array(models[0]) + 20 * np.array(models[2])) / 30
-    np.testing.assert_allclose(mean[0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(mean, (10 * models[0] + 20 * models[2]) / 30, rtol=1e-6)
     # Now the late one, and a second step of worker 0 alone: worker 2 sends nothing new.
-    ways[1].send(1, 0, rows[1], 0)
-    arrives(three, 0, {1}, 0)
-    ways[0].count(0, 10)
-    ways[0].send(0, 0, rows[0], 1)
-    used, found = ways[0].take(0, 0, rows[0], 1, 0.0)
-    weights = {one.peer: one.weight for one in used.models}
-    np.testing.assert_allclose(weights[0], 10 / (10 + 0.25 * 30), rtol=1e-6)
-    np.testing.assert_allclose(weights[1], 0.25 * 30 / (10 + 0.25 * 30), rtol=1e-6)
-    assert 2 not in weights
+    some.contribute(1, models[1], 30)
+    some.contribute(0, models[0], 10, step=1)
+    weights = {one.peer: one.weight for one in some.merge(0, 1)[0].models}
+    wanted = {0: 10 / (10 + 0.25 * 30), 1: 0.25 * 30 / (10 + 0.25 * 30)}
+    assert weights == pytest.approx(wanted, rel=1e-6)
     # And never again.
-    ways[0].count(0, 10)
-    ways[0].send(0, 0, rows[0], 2)
-    used, _ = ways[0].take(0, 0, rows[0], 2, 0.0)
+    some.contribute(0, models[0], 10, step=2)
+    used, _ = some.merge(0, 2)
     assert [(one.peer, one.weight) for one in used.models] == [(0, 1.0)]
 
 
@@ -210,59 +192,44 @@ def test_weights_are_what_was_trained_discounted_by_age_and_each_counts_once(thr
         ("tokens_squared_per_step", [0.1, 0.9]),
     ],
 )
-def test_what_a_contribution_weighs(weights, wanted, three):
+def test_what_a_contribution_weighs(weights, wanted):
     """Ten tokens in one step, and 30 in one."""
-    one, other = (means(three, i, Quorum(weights=weights)) for i in range(2))
-    one.count(0, 10)
-    other.count(1, 30)
-    rows = [three.row(i, [0.0, 0.0]) for i in range(2)]
-    one.send(0, 0, rows[0], 0)
-    other.send(1, 0, rows[1], 0)
-    arrives(three, 0, {1}, 0)
-    used, _ = one.take(0, 0, rows[0], 0, 0.0)
+    some = Contributors(*2 * [Quorum(weights=weights)])
+    some.contribute(0, [0, 0], 10)
+    some.contribute(1, [0, 0], 30)
+    used, _ = some.merge(0)
     np.testing.assert_allclose([x.weight for x in used.models], wanted, rtol=1e-6)
 
 
-def test_who_has_trained_nothing_weighs_nothing(three):
+def test_who_has_trained_nothing_weighs_nothing():
     """It has just joined, with the model of a peer; if none has, all stays."""
-    one, other = (means(three, i, Quorum()) for i in range(2))
-    rows = [three.row(i, [float(i), 0.0]) for i in range(2)]
-    other.count(1, 5)
-    one.send(0, 0, rows[0], 0)
-    other.send(1, 0, rows[1], 0)
-    arrives(three, 0, {1}, 0)
-    used, found = one.take(0, 0, rows[0], 0, 0.0)
-    (mean,) = one.combine(None, used, found)
-    assert mean.tolist() == [[1.0, 0.0]]
-    one.send(0, 0, rows[0], 1)
-    used, found = one.take(0, 0, rows[0], 1, 0.0)
-    (mean,) = one.combine(None, used, found)
-    assert mean.tolist() == [[0.0, 0.0]]
+    some = Contributors(Quorum(), Quorum())
+    some.contribute(0, [0, 0], 0)
+    some.contribute(1, [1, 0], 5)
+    assert some.merge(0)[1] == [1, 0]
+    some.contribute(0, [0, 0], 0, step=1)
+    assert some.merge(0, 1)[1] == [0, 0]
 
 
-def test_a_process_that_starts_again_counts_from_zero(three):
+def test_a_process_that_starts_again_counts_from_zero():
     """Its numbers are lower than those merged of its last life."""
-    one, other = means(three, 0, Quorum()), means(three, 1, Quorum())
-    row, came = three.row(0, [0, 0]), three.row(1, [1, 0])
+    some = Contributors(Quorum(), Quorum())
     for step, trained in ((0, 50), (1, 5)):
-        if step == 1:
-            other = means(three, 1, Quorum())
-        one.count(0, 5)
-        other.count(1, trained)
-        one.send(0, 0, row, step)
-        other.send(1, 0, came, step)
-        arrives(three, 0, {1}, step)
-        used, _ = one.take(0, 0, row, step, 0.0)
+        some.ways[1] = some.way(Quorum())
+        some.contribute(0, [0, 0], 5, step)
+        some.contribute(1, [1, 0], trained, step)
+        used, _ = some.merge(0, step)
     weights = [taken.weight for taken in used.models]
     np.testing.assert_allclose(weights, [0.5, 0.5], rtol=1e-6)
 
 
 def test_the_last_contribution_of_who_has_ended_counts_for_its_round(three):
-    ways = [means(three, i, Quorum(discount=1.0)) for i in range(3)]
+    schedule = every(topology.ring(3), 1, delay=1)
+    ways = [means(schedule, links, Quorum(discount=1.0)) for links in three.links]
     for step in range(4):
         rows = [three.row(i, [0.0, 0.0]) for i in range(3)]
         for worker, way in enumerate(ways):
-            way.count(worker, 5)
+            way.tally.count(worker, 5)
             way.send(worker, 0, rows[worker], step)
         arrives(three, 0, {1, 2}, step)
         if step == 3:
@@ -289,13 +256,14 @@ def test_who_joins_begins_from_its_anchor():
 
 
 def test_of_a_peer_that_is_ahead_the_round_itself_counts_first(three):
-    ways = [means(three, i, Quorum()) for i in range(2)]
-    for way, worker in zip(ways, range(2), strict=True):
-        way.count(worker, 1)
+    schedule = every(topology.ring(3), 1, delay=1)
+    ways = [means(schedule, three.links[i], Quorum()) for i in range(2)]
+    for worker, way in enumerate(ways):
+        way.tally.count(worker, 1)
     rows = [three.row(0, [0.0, 0.0]), three.row(1, [1.0, 0.0]), three.row(1, [2.0, 0])]
     ways[1].send(1, 0, rows[1], 0)
     arrives(three, 0, {1}, 0)
-    ways[1].count(1, 1)
+    ways[1].tally.count(1, 1)
     ways[1].send(1, 0, rows[2], 1)
     arrives(three, 0, {1}, 1)
     found = []
@@ -303,7 +271,7 @@ def test_of_a_peer_that_is_ahead_the_round_itself_counts_first(three):
         ways[0].send(0, 0, rows[0], step)
         used, _ = ways[0].take(0, 0, rows[0], step, 0.0)
         found.append([(one.peer, one.step) for one in used.models])
-        ways[0].count(0, 1)
+        ways[0].tally.count(0, 1)
     assert found == [[(0, 0), (1, 0)], [(0, 1), (1, 1)]]
 
 
@@ -342,33 +310,25 @@ def test_who_merges_the_same_has_the_same_bit_for_bit(worker):
 
 
 @pytest.mark.parametrize("action", ["refuse", "clip"])
-def test_a_guard_names_what_is_far(action, three):
+def test_a_guard_names_what_is_far(action):
     """The third is ten times as far as the second; or not a number."""
-    quorum = Quorum(weights="equal", guard=Guard(2.0, action))
-    ways = [means(three, i, quorum if i == 0 else Quorum()) for i in range(3)]
-    rows = [three.row(0, [0, 0]), three.row(1, [1, 0]), three.row(2, [0, 10])]
-    for worker, way in enumerate(ways):
-        way.count(worker, 1)
-        way.send(worker, 0, rows[worker], 0)
-    arrives(three, 0, {1, 2}, 0)
-    used, found = ways[0].take(0, 0, rows[0], 0, 0.0)
+    guarded = Quorum(weights="equal", guard=Guard(2.0, action))
+    some = Contributors(guarded, Quorum(), Quorum())
+    for worker, model in enumerate([[0, 0], [1, 0], [0, 10]]):
+        some.contribute(worker, model, 1)
+    used, mean = some.merge(0)
     ((peer, step, why, value),) = used.left_out
     assert (peer, step, why) == (2, 0, "distance")
-    np.testing.assert_allclose(value, 10, rtol=1e-6)
-    (mean,) = ways[0].combine(None, used, found)
+    assert value == pytest.approx(10)
     # Clipped to twice the median, which is 1.
     wanted = {"refuse": [0.5, 0], "clip": [1 / 3, 2 / 3]}[action]
-    np.testing.assert_allclose(mean[0], wanted, rtol=1e-6)
-    nan = three.row(2, [math.nan, 0])
-    for worker, row in ((0, rows[0]), (1, rows[1]), (2, nan)):
-        ways[worker].count(worker, 1)
-        ways[worker].send(worker, 0, row, 1)
-    arrives(three, 0, {1, 2}, 1)
-    used, found = ways[0].take(0, 0, rows[0], 1, 0.0)
+    np.testing.assert_allclose(mean, wanted, rtol=1e-6)
+    for worker, model in enumerate([[0, 0], [1, 0], [math.nan, 0]]):
+        some.contribute(worker, model, 1, step=1)
+    used, mean = some.merge(0, 1)
     assert [one.peer for one in used.left_out] == [2]
-    (mean,) = ways[0].combine(None, used, found)
     # Worker 1 has not merged round 0: its contribution is one round old.
-    np.testing.assert_allclose(mean[0], [1 / 3, 0], rtol=1e-6)
+    np.testing.assert_allclose(mean, [1 / 3, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("own", [0.25, 0.4, 0.9])
@@ -377,7 +337,7 @@ def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
     graph = topology.damped(topology.complete(4), (1 - own) * 4 / 3)
     how = Rounds(graph).schedule
     quorum = Quorum(weights="equal", guard=Guard(2.0, "clip"))
-    merge = QuorumMeans(None, of_permutations("", graph), quorum, how)
+    merge = QuorumMeans(None, of_permutations(graph), None, quorum, how)
     away = np.array([3, -2], np.float32)  # From 0, where no weight counts.
     models = away + np.array([[0, 0], [1, 0], [0, 1], [0, 10]], np.float32)
     found = [
@@ -395,18 +355,13 @@ def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
-def test_a_guard_refuses_what_is_too_old(three):
-    quorum = Quorum(guard=Guard(oldest=0))
-    one, other = means(three, 0, quorum), means(three, 1, Quorum())
-    row, late = three.row(0, [0, 0]), three.row(1, [1, 0])
-    for step in range(2):
-        one.count(0, 1)
-        one.send(0, 0, row, step)
-        if step == 1:
-            other.count(1, 1)
-            other.send(1, 0, late, 0)  # Its anchor is that of round 0.
-            arrives(three, 0, {1}, 0)
-        used, _ = one.take(0, 0, row, step, 0.0)
+def test_a_guard_refuses_what_is_too_old():
+    some = Contributors(Quorum(guard=Guard(oldest=0)), Quorum())
+    some.contribute(0, [0, 0], 1)
+    some.merge(0)
+    some.contribute(1, [1, 0], 1)  # Its anchor is that of round 0.
+    some.contribute(0, [0, 0], 1, step=1)
+    used, _ = some.merge(0, 1)
     assert used.left_out == ((1, 0, "age", 1.0),)
     assert [taken.peer for taken in used.models] == [0]
 
@@ -431,34 +386,27 @@ def test_what_no_quorum_can_be_is_refused(make, words):
         make()
 
 
+ENCODED = Rounds(topology.complete(3), 2, compression=error_feedback(int8()))
+RING = topology.ring(3)
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("plan", "options", "words"),
     [
-        ({"merge": Quorum(4)}, "a round of 3 workers has no 4"),
-        ({"merge": Quorum(), "patience": math.inf}, "a quorum waits .* for a while"),
-        ({"elastic": Elastic(topology.complete), "patience": math.inf}, "a finite pat"),
+        (None, {"merge": Quorum(4)}, "a round of 3 workers has no 4"),
+        (None, {"merge": Quorum(), "patience": math.inf}, "waits .* for a while"),
+        (
+            None,
+            {"elastic": Elastic(topology.complete), "patience": math.inf},
+            "a finite patience",
+        ),
+        (ENCODED, {"merge": Quorum()}, "a quorum and elastic peers merge whole"),
+        (RING, {"merge": "swaps", "patience": AutoPatience()}, "swaps are not"),
     ],
 )
-def test_rounds_that_no_quorum_can_end_are_refused(options, words, tmp_path):
+def test_rounds_that_no_quorum_can_end_are_refused(plan, options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        Peers(LOCAL, methods.diloco(3, 2), party_of(tmp_path, [0]), **options)
-
-
-def test_a_quorum_merges_whole_models(tmp_path):
-    how = Rounds(topology.complete(3), 2, compression=error_feedback(int8()))
-    with pytest.raises(ValueError, match="a quorum and elastic peers merge whole"):
-        Peers(LOCAL, how, party_of(tmp_path, [0]), merge=Quorum())
-
-
-def test_an_auto_patience_is_for_models_that_stand_for_the_earlier_ones(tmp_path):
-    with pytest.raises(ValueError, match="swaps are not"):
-        Peers(
-            LOCAL,
-            topology.ring(3),
-            party_of(tmp_path, [0]),
-            merge="swaps",
-            patience=AutoPatience(),
-        )
+        Peers(LOCAL, plan or methods.diloco(3, 2), party_of(tmp_path, [0]), **options)
 
 
 @pytest.mark.slow
@@ -589,9 +537,9 @@ def test_who_joins_has_the_state_of_a_peer_that_has_left_steps_out():
         del worker
         return jnp.full(1, float(step))
 
-    lives = [WorkerSteps([0, 1, 3]), WorkerSteps([3], joined=(0, 3))]
+    lives = [([0, 1, 3], None), ([3], (0, 3))]
     how = how, Quorum(), states, batch, records
-    found = replay(local, *how, lives=lives, skip=moved)
+    found = replayed(local, *how, lives=lives, skip=moved)
     one, other = ((x.params, x.opt_state) for x in found)
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
@@ -631,8 +579,8 @@ def test_weights_that_are_not_recorded_are_those_of_the_run(how, tmp_path):
     ]
     weights = {x.weight for _, used in results for one in used for x in one.models}
     assert len(weights) > 1
-    lives = [WorkerSteps([t - 1 for t in found]) for found, _ in results]
-    after = replay(
+    lives = [([t - 1 for t in found], None) for found, _ in results]
+    after = replayed(
         LOCAL,
         how,
         quorum,

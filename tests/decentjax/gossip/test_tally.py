@@ -11,11 +11,9 @@ import pytest
 from decentjax import topology
 from decentjax.exchange import Topology
 from decentjax.gossip import Peers, Quorum
-from decentjax.gossip.quorum import QuorumMeans
-from decentjax.gossip.round_port import of_permutations
-from decentjax.links import Message
 from decentjax.rounds import Rounds
 from decentjax.schedule import Round, Schedule, every
+from tests.contributions import Post, means
 from tests.parties import LOCAL, party_of
 
 GRAPHS = [
@@ -49,31 +47,6 @@ SCHEDULES = [
 ]
 
 
-class Post:
-    """Messages between workers, which a test delivers."""
-
-    def __init__(self):
-        self.sent, self.taken = [], []
-        self.came = collections.defaultdict(list)
-
-    def publish(self, worker, peer, group, own, said):
-        self.sent.append((worker, peer, group, said, own))
-
-    def deliver(self, worker, peer, group, said, own):
-        self.came[peer, worker, group].append(Message(said, own))
-
-    def take(self, worker, peer, group, step):
-        came = self.came.pop((worker, peer, group), [])
-        came.sort(key=lambda message: message.said.step)
-        self.taken.append((peer, came))
-        return came
-
-
-def means(schedule, post, quorum):
-    graph = of_permutations(schedule.name, schedule.exchanges)
-    return QuorumMeans(post, graph, quorum, schedule)
-
-
 @pytest.mark.draw(3)
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.name)
 @pytest.mark.parametrize("make", SCHEDULES)
@@ -87,7 +60,7 @@ def test_in_lockstep_the_mixing_is_that_of_the_graph(make, graph, weights):
     matrices = topology.matrices(graph)
     for step in range(2 * schedule.period):
         for worker in range(n):
-            way.count(worker, 7)
+            way.tally.count(worker, 7)
         if not (one := schedule[step].sends):
             continue
         group = schedule.fragments.index(one.leaves)
@@ -158,7 +131,7 @@ class Run:
         if self.life[i] % 2:
             self.ways[i] = self.process()
             self.coming = [one for one in self.coming if one[1][1] != i]
-        self.ways[i].forget(i, first)
+        self.ways[i].tally.forget(i, first)
         for known in self.new, self.base, self.newest, self.counted:
             for key in [key for key in known if key[0] == i]:
                 del known[key]
@@ -168,7 +141,7 @@ class Run:
         matrix, self.now = matrix[number % len(matrix)], self.now + 1
         for _ in range(self.draw.integers(1, 4)):
             self.tokens.append(int(self.draw.integers(1, 10)))
-            self.ways[i].count(i, self.tokens[-1])
+            self.ways[i].tally.count(i, self.tokens[-1])
             for part in set(self.groups):
                 self.new[i, part].add(len(self.tokens) - 1)
         turn = sum(self.groups[k % len(self.groups)] == group for k in range(number))
@@ -243,10 +216,10 @@ def test_who_joins_counts_what_its_peer_had_not_merged(delay, step, tmp_path):
     peers._peers._way = own
     peers._peers.forget(step)
     for number in range(merged + 1):
-        other.count(1, 7)
+        other.tally.count(1, 7)
         other.send(1, 0, None, number)
         post.deliver(*post.sent.pop())
-    own.count(0, 7)
+    own.tally.count(0, 7)
     own.send(0, 0, None, merged)
     used, _ = own.take(0, 0, None, merged, 0.0)
     assert [(x.peer, x.weight) for x in used.models] == [(0, 0.5), (1, 0.5)]
@@ -257,7 +230,7 @@ def test_each_group_of_leaves_has_its_age():
     schedule, post = every(topology.complete(2), 1, delay=1), Post()
     ways = [means(schedule, post, Quorum(discount=0.5)) for _ in range(2)]
     for worker, step in ((1, 0), (0, 0), (0, 1), (0, 2)):
-        ways[worker].count(worker, 3)
+        ways[worker].tally.count(worker, 3)
         ways[worker].send(worker, 1, None, step)
         if (worker, step) == (1, 0):
             late = post.sent.pop()
