@@ -15,17 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benches.swaps import COPY, NARROW, ONE, PIECES, SUM, TWO
-from decentjax import (
-    AXIS,
-    Lowering,
-    global_mean,
-    gossip,
-    mix,
-    over_workers,
-    place,
-    topology,
-    worker_mesh,
-)
+from decentjax import AXIS, gossip, mix, over_workers, place, topology, worker_mesh
+from decentjax.mixing import Lowering, global_mean
 from train.config import DistributedConfig
 from train.job.distributed import start
 

@@ -18,8 +18,8 @@ from jax import lax
 
 from decentjax._core.collectives import AxisName
 from decentjax._core.optimizer_state import average_own_models, common_keys
+from decentjax._rounds.schedule import Event, Fragment, Round, Schedule, every
 from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
-from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import bound_axis
 from decentjax.rounds import (
@@ -35,10 +35,9 @@ from decentjax.rounds import (
     travelling,
     without_messages,
 )
-from decentjax.schedule import Event, Fragment, Round, Schedule, every
 from decentjax.state import WorkerState, check_optimizer, stacked_state
 from decentjax.topology import complete
-from decentjax.updates import Adapt, LocalUpdate, halves_of
+from decentjax.updates import Adapt, LocalUpdate, Metrics, halves_of
 
 
 @dataclasses.dataclass(frozen=True)

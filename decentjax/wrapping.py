@@ -20,14 +20,13 @@ from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.dataflow import ends_in_bound, summands
 from decentjax._core.lens import Copy, Lens, copies_of_params, default_params, find_lens
 from decentjax._core.optimizer_state import check_averageable
-from decentjax.correction import ExactDiffusionState
-from decentjax.loss import check_call
-from decentjax.placement import bound_axis
+from decentjax.optim import ExactDiffusionState
+from decentjax.placement import bound_axis, stack
 from decentjax.plan import GradientMean, Plan, check_plan, init_carried
 from decentjax.rounds import Rounds
-from decentjax.state import WorkerState, stack
+from decentjax.state import WorkerState
 from decentjax.train_step import TrainStep, on_mesh, simulate
-from decentjax.updates import Adapt, check_averages_nothing
+from decentjax.updates import Adapt, check_averages_nothing, check_call
 
 Order = Literal["beside", "after"]
 Run = Callable[[Adapt, Any], Any]

@@ -19,7 +19,7 @@ from decentjax._core.joining import join, short_places, split
 from decentjax.gossip.layout import Rows, on_each_device
 from decentjax.gossip.merging import MergeRecord, Taken
 from decentjax.links import Links, Piece, Said
-from decentjax.wagma import Wagma
+from decentjax.methods import Wagma
 
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
 

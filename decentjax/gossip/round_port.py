@@ -26,8 +26,8 @@ from decentjax.gossip.merging import (
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
 from decentjax.links import PeerProcess
-from decentjax.rounds import Rounds, RoundState
-from decentjax.state import WorkerState
+from decentjax.rounds import Rounds
+from decentjax.state import RoundState, WorkerState
 
 
 class RoundPort(PeerPort):

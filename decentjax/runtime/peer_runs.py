@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from decentjax._core.patience import AutoPatience, Waits
+from decentjax._rounds.schedule import Round, Schedule, every
 from decentjax.exchange import Exchange, Groups, Topology, messages_of
 from decentjax.runtime.arrivals import Cards, ModelEdge
 from decentjax.runtime.cluster import Cluster, check_positive, check_size
 from decentjax.runtime.job import Job
 from decentjax.runtime.schemes import Times
-from decentjax.schedule import Round, Schedule, every
 
 # Kinds of events, in the order in which those of one moment happen: what arrives as a
 # worker is done may depend on this worker's next step, and is there for later ones.

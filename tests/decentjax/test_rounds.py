@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Lowering,
     WorkerState,
     decentralize,
     init_state,
@@ -32,14 +31,15 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax._rounds.schedule import Event, Round, every
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Background, count_examples
 from decentjax.gossip.merging import check_whole
+from decentjax.methods import Tracking
+from decentjax.mixing import Lowering
 from decentjax.plan import schedule_of, worker_step
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, replace, send
-from decentjax.schedule import Event, Round, every
-from decentjax.tracking import Tracking
 from decentjax.train_step import TrainStep
 from tests import hlo, oracles
 from tests.quadratics import (

@@ -13,22 +13,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benches.__main__ import BENCHES
 from decentjax import (
     AXIS,
-    Exchange,
-    Groups,
-    Lowering,
-    Permutations,
     Rounds,
     Topology,
     __main__,
-    accum_adam,
     analysis,
     codec,
     compression,
     consensus_distance,
     decentralize,
     dispersion,
-    exact_diffusion,
-    global_mean,
     gossip,
     init_state,
     local_update,
@@ -38,15 +31,17 @@ from decentjax import (
     over_workers,
     place,
     policy,
-    quasi_global_momentum,
     rounds,
     runtime,
-    schedule,
     simulate,
     topology,
-    tracking,
     worker_mesh,
 )
+from decentjax._rounds.schedule import every
+from decentjax.exchange import Exchange, Groups, Permutations
+from decentjax.methods import Tracking
+from decentjax.mixing import Lowering, global_mean
+from decentjax.optim import accum_adam, exact_diffusion, quasi_global_momentum
 from tests.pages import run_all
 from train.run.nonfinite import poison_gradient
 
@@ -380,7 +375,7 @@ CALLS = [
     (lambda: run(plan=DILOCO), "rounds need .*: make it by step.init.*, got tuple"),
     (lambda: run(plan=DILOCO.schedule), PLAN + "Schedule"),
     (
-        lambda: tracking.Tracking(RING, 2, outer=optax.sgd(0.7)),
+        lambda: Tracking(RING, 2, outer=optax.sgd(0.7)),
         "tracking averages whole models .* take merge=shift, no outer optimizer",
     ),
     (lambda: on_mesh(local, RING, None), "wanted a mesh, .* got NoneType; simulate"),
@@ -434,9 +429,9 @@ CALLS = [
     ),
     (lambda: Rounds(RING, 2, compression=codec.int8()), "wanted a Compression, .* Cod"),
     (lambda: rounds.blend(1.5), r"share must be in \[0, 1\], got 1.5"),
-    (lambda: schedule.every(LOST, 2), FUNCTION),
+    (lambda: every(LOST, 2), FUNCTION),
     (
-        lambda: schedule.every(RING, 2, delay=3),
+        lambda: every(RING, 2, delay=3),
         "merged after 3 steps, .* use a delay from 0 to 2",
     ),
     (

@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from decentjax import Plan, Topology, runtime
+from decentjax import Topology, runtime
+from decentjax.plan import Plan
 from decentjax.runtime import Cluster, Compute, Job, Ratios, Times
 from decentjax.runtime.ratios import ratios_of
 from train.config import TopologyConfig

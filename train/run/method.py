@@ -11,24 +11,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from decentjax import (
-    AXIS,
-    Exchange,
-    GradientMean,
-    Plan,
-    Rounds,
-    WorkerState,
-    gossip,
-    methods,
-    mix,
-    runtime,
-    stack,
-)
+from decentjax import AXIS, Rounds, WorkerState, gossip, methods, mix, runtime, stack
 from decentjax.codec import as_permutations
+from decentjax.exchange import Exchange
 from decentjax.mixing import is_mixed
-from decentjax.plan import schedule_of, warn_of_plan
+from decentjax.plan import Event, GradientMean, Plan, schedule_of, warn_of_plan
 from decentjax.policy import Policy
-from decentjax.schedule import Event, Schedule
+from decentjax.rounds import Schedule
 from decentjax.topology import Topology
 from decentjax.updates import LocalUpdate
 from train.config import (

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from decentjax import gossip, runtime
-from decentjax.schedule import Schedule
+from decentjax.rounds import Schedule
 from decentjax.topology import butterfly_groups
 from train.config import (
     BackgroundExchange,

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, local_workers
+from decentjax import WorkerState
 from decentjax.analysis import traffic
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
-from decentjax.loss import Metrics
+from decentjax.placement import local_workers
+from decentjax.plan import Event
 from decentjax.process import phases
-from decentjax.schedule import Event
 from decentjax.topology import Topology, matrices
+from decentjax.updates import Metrics
 from train.cli.config_json import to_json
 from train.config import Config
 from train.data.batches import feed

@@ -20,6 +20,7 @@ from decentjax import (
     topology,
 )
 from decentjax._core.patience import Waits
+from decentjax._rounds.schedule import every
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import (
@@ -43,7 +44,6 @@ from decentjax.gossip.quorum import (
 )
 from decentjax.gossip.round_port import from_anchor, of_permutations
 from decentjax.links import Links, Piece, Said
-from decentjax.schedule import every
 from tests.parties import (
     LOCAL,
     LONG,

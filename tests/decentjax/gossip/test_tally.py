@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from decentjax import topology
+from decentjax._rounds.schedule import Round, Schedule, every
 from decentjax.exchange import Topology
 from decentjax.gossip import Peers, Quorum
 from decentjax.gossip.quorum import QuorumMeans
 from decentjax.gossip.round_port import of_permutations
 from decentjax.links import Message
 from decentjax.rounds import Rounds
-from decentjax.schedule import Round, Schedule, every
 from tests.parties import LOCAL, party_of
 
 GRAPHS = [

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from decentjax import runtime, topology
+from decentjax._rounds.schedule import every
 from decentjax.gossip import AutoPatience
 from decentjax.runtime import Cluster, Job, peer_rounds, peers
-from decentjax.schedule import every
 
 LATENCY = 2.0
 
