@@ -11,7 +11,7 @@ import optax
 from jax.tree_util import DictKey, SequenceKey
 from jax.typing import ArrayLike
 
-from decentjax._core.optimizer_state import folded, keys_in, map_keys
+from decentjax._core.optimizer_state import folded, keys_in
 
 
 class WorkerState(NamedTuple):
@@ -70,46 +70,6 @@ class OwnState(NamedTuple):
     values: Values
 
 
-def stacked_state(
-    params: Any,
-    init: Callable[[Any], Any],
-    key: jax.Array,
-    num_workers: int,
-    model_state: Any,
-    workers: Sequence[int] | None,
-    extra: Any,
-) -> WorkerState:
-    """Returns the initial state, as `init_state`.
-
-    Args:
-      params: as in `init_state`, and so the others.
-      init: function of the params that returns the state of an optimizer.
-      key: random key.
-      num_workers: N.
-      model_state: model state of one model.
-      workers: numbers of the workers to initialise.
-      extra: what one worker keeps for its plan.
-    """
-    if not hasattr(key, "dtype"):
-        raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
-    check_workers(num_workers, workers)
-    check_arrays((params, model_state, extra), "init_state")
-    if not jax.tree.leaves(params):
-        raise ValueError("nothing to train: the params have no leaves")
-    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
-    keys = jax.random.split(key, num_workers)[numbers]
-
-    def init_optimizer(params: Any, number: jax.Array) -> Any:
-        return map_keys(lambda key: folded(key, number), init(params))
-
-    params, extra = jax.tree.map(lambda x: _rows(x, len(keys)), (params, extra))
-    model_state = own_rows(model_state, numbers)
-    opt_state = jax.vmap(init_optimizer)(params, numbers)
-    # Some optimizers keep the params themselves, but a buffer is donated only once.
-    opt_state = jax.tree.map(lambda x: strong(x.copy()), opt_state)
-    return WorkerState(params, opt_state, model_state, keys, extra)
-
-
 def check_arrays(tree: Any, what: str) -> None:
     """Raises a TypeError for the shape of an array in the place of an array."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
@@ -143,12 +103,12 @@ def rows_of(numbers: ArrayLike, x: Any, holds_keys: bool) -> jax.Array:
     """Returns the rows of one leaf; see `own_rows`."""
     numbers = jnp.asarray(numbers)
     if not holds_keys:
-        return _rows(x, len(numbers))
+        return equal_rows(x, len(numbers))
     # With the same key all workers would drop the same units and add the same noise.
     return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
 
 
-def _rows(x: Any, count: int) -> jax.Array:
+def equal_rows(x: Any, count: int) -> jax.Array:
     return jnp.repeat(strong(x)[None], count, axis=0)
 
 

@@ -1135,7 +1135,7 @@ def test_steps_that_do_not_advance_by_one_are_said_once(steps, is_said, name):
         "rounds": Rounds(topology.ring(4), 3),
         "topology": graph,
         "one exchange": topology.ring(4),
-        "menu": policy.fixed(graph).menu,
+        "menu": policy.merged(graph, 100).menu,
     }[name]
     jit = lambda _: lambda state, batch: (state, {})  # noqa: E731
     train_step = TrainStep(bind(SGD), plan, jit, None)

@@ -296,7 +296,10 @@ CALLS = [
     (lambda: topology.from_matrices(np.eye(3)), "got one: take from_matrix for it"),
     (lambda: analysis.compare(RING, RING), "got <Topology ring: .* as a list"),
     (lambda: analysis.compare(RING, -1), "a number above 0, got -1"),
-    (lambda: analysis.compare(policy.fixed(RING)), "got Policy; of a policy give its"),
+    (
+        lambda: analysis.compare(policy.merged(RING, 2)),
+        "got Policy; of a policy give its",
+    ),
     (lambda: analysis.plot(["ring"]), "wanted a Topology, such as .* got str"),
     (lambda: topology.from_edges([(0, 1, 2)]), r"such as \(0, 1\); .* got \["),
     (lambda: analysis.consensus_curve(RING, -1), "num_steps must be at least 0, got"),
@@ -448,7 +451,7 @@ CALLS = [
         "learning_rate must be at least 0, go",
     ),
     (lambda: methods.noloco(4, momentum=1.5), r"momentum must be in \[0, 1\), got 1.5"),
-    (lambda: policy.fixed(LOST), FUNCTION),
+    (lambda: policy.merged(LOST, 2), FUNCTION),
     (lambda: policy.merged(LOST, 10), FUNCTION),
     (
         lambda: policy.damping(RING, lambda step: 2.0, 4)(0),

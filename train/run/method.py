@@ -24,7 +24,6 @@ from train.config import (
     AutoExchange,
     BackgroundExchange,
     Config,
-    FixedPolicy,
     RoundsConfig,
     StepConfig,
 )
@@ -162,12 +161,11 @@ def _own(config: Config, task: Task | None) -> Method:
 def _chosen(config: Config, task: Task | None) -> Method:
     """Averages in every step, over the graphs of a policy."""
     graph, policy = config.topology.build(config.workers), build_policy(config)
-    is_fixed = isinstance(config.policy, FixedPolicy)
-    menu = graph if is_fixed else policy.menu
+    menu = graph if policy is None else policy.menu
     plan = menu if config.step.algorithm == "awc" else Rounds(menu)
     return dataclasses.replace(
         _every_step(config, task, plan, graph),
-        policy=None if is_fixed else policy,
+        policy=policy,
         first_graph=init_graph(config.policy),
     )
 
