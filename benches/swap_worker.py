@@ -15,17 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benches.swaps import COPY, NARROW, ONE, PIECES, SUM, TWO
-from decentjax import (
-    AXIS,
-    Lowering,
-    global_mean,
-    mix,
-    over_workers,
-    place,
-    topology,
-    worker_mesh,
-)
+from decentjax import AXIS, mix, over_workers, place, topology, worker_mesh
 from decentjax.gossip.lowerings import fastest_mixes
+from decentjax.mixing import Lowering, global_mean
 from train.config import DistributedConfig
 from train.job.distributed import start
 

@@ -22,7 +22,7 @@ from decentjax import (
     wrap,
 )
 from decentjax.dispersion import measured
-from decentjax.loss import check_loss
+from decentjax.updates import check_loss
 from train.config import (
     Config,
     InStepExchange,

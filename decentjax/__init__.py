@@ -4,7 +4,7 @@
 few neighbours while it computes its gradient, and waits for no other worker.
 """
 
-import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,124 +16,78 @@ if TYPE_CHECKING:
         codec,
         compression,
         distributed,
+        exchange,
         gossip,
         methods,
+        mixing,
+        optim,
         overlap,
+        placement,
         policy,
         rounds,
         runtime,
         topology,
+        updates,
     )
-    from decentjax.correction import exact_diffusion, quasi_global_momentum
-    from decentjax.exchange import Exchange, Groups, Permutations, Topology
-    from decentjax.loss import LossFn, cast_compute
-    from decentjax.mixing import (
-        Lowering,
-        consensus_distance,
-        global_mean,
-        mix,
-        neighbor_allgather,
-    )
-    from decentjax.optim import (
-        accum_adam,
-        accum_adamw,
-        decentralize,
-        scale_by_accum_adam,
-    )
-    from decentjax.param_map import map_params
+    from decentjax.exchange import Topology
+    from decentjax.mixing import consensus_distance, mix
+    from decentjax.optim import decentralize
     from decentjax.placement import (
         AXIS,
-        check_one_model,
-        local_workers,
         mean_model,
-        name_workers,
         over_workers,
         place,
+        stack,
         worker_mesh,
     )
-    from decentjax.plan import GradientMean, Plan, init_state
+    from decentjax.plan import init_state
     from decentjax.rounds import Rounds
-    from decentjax.state import (
-        WorkerState,
-        stack,
-        stacked_shardings,
-    )
+    from decentjax.state import WorkerState, map_params
     from decentjax.train_step import TrainStep, on_mesh, simulate
-    from decentjax.updates import (
-        Gradient,
-        LocalUpdate,
-        local_update,
-    )
+    from decentjax.updates import LocalUpdate, cast_compute, local_update
     from decentjax.wrapping import WrappedStep, wrap
 
 __all__ = [
     "AXIS",
-    "Exchange",
-    "Gradient",
-    "GradientMean",
-    "Groups",
     "LocalUpdate",
-    "LossFn",
-    "Lowering",
-    "Permutations",
-    "Plan",
     "Rounds",
     "Topology",
     "TrainStep",
     "WorkerState",
     "WrappedStep",
-    "accum_adam",
-    "accum_adamw",
     "analysis",
     "cast_compute",
-    "check_one_model",
     "codec",
     "compression",
     "consensus_distance",
     "decentralize",
     "distributed",
-    "exact_diffusion",
-    "global_mean",
+    "exchange",
     "gossip",
     "init_state",
     "local_update",
-    "local_workers",
     "map_params",
     "mean_model",
     "methods",
     "mix",
-    "name_workers",
-    "neighbor_allgather",
+    "mixing",
     "on_mesh",
+    "optim",
     "over_workers",
     "overlap",
     "place",
+    "placement",
     "policy",
-    "quasi_global_momentum",
     "rounds",
     "runtime",
-    "scale_by_accum_adam",
     "simulate",
     "stack",
-    "stacked_shardings",
     "topology",
+    "updates",
     "worker_mesh",
     "wrap",
 ]
 
-_MODULES = (
-    "analysis",
-    "codec",
-    "compression",
-    "distributed",
-    "gossip",
-    "methods",
-    "overlap",
-    "policy",
-    "rounds",
-    "runtime",
-    "topology",
-)
 # What to write for names of version 0.3, until the next version.
 _GONE = {
     "adapt": "local_update(loss_fn, optimizer)",
@@ -146,20 +100,31 @@ _GONE = {
     "init_rounds": "init_state(params, optimizer, key, rounds)",
     "round_step": "simulate(local, rounds)",
 }
+_MOVED = {
+    "exchange": "Exchange Groups Permutations",
+    "mixing": "Lowering global_mean neighbor_allgather",
+    "optim": "accum_adam accum_adamw exact_diffusion quasi_global_momentum "
+    "scale_by_accum_adam",
+    "placement": "check_one_model local_workers name_workers stacked_shardings",
+    "plan": "GradientMean Plan",
+    "updates": "Gradient LossFn",
+}
+_GONE |= {
+    name: f"{module}.{name}"
+    for module, names in _MOVED.items()
+    for name in names.split()
+}
 # The modules of the core, each before those that import it; the first do not need jax.
 _CORE = (
     "exchange",
-    "mixing",
-    "loss",
-    "placement",
     "state",
+    "mixing",
+    "placement",
     "updates",
     "rounds",
-    "param_map",
     "plan",
     "train_step",
     "optim",
-    "correction",
     "wrapping",
 )
 
@@ -169,14 +134,14 @@ def __getattr__(name: str) -> Any:
 
     So `decentjax.topology` neither needs jax nor waits for its import.
     """
-    if name in _MODULES:
-        return _import(name)
     if name in _GONE:  # Python would drop the text of another error.
         raise ImportError(f"{__name__}.{name} is gone: write {_GONE[name]}")
     if name not in __all__:
         text = f"module {__name__!r} has no attribute {name!r}"
         # Python then adds what may be meant.
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
+    if importlib.util.find_spec(f"{__name__}.{name}"):
+        return _import(name)
     module = next(x for x in map(_import, _CORE) if hasattr(x, name))
     return globals().setdefault(name, getattr(module, name))
 

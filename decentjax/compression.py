@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from decentjax._core.collectives import sum_dtype
+from decentjax._rounds.schedule import Schedule
 from decentjax.codec import (
     Codec,
     Codecs,
@@ -22,7 +23,6 @@ from decentjax.codec import (
     on_whole,
 )
 from decentjax.exchange import Exchange, Groups
-from decentjax.schedule import Schedule
 
 __all__ = ["copies", "drift", "error_feedback"]
 

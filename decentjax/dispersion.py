@@ -15,10 +15,9 @@ import numpy as np
 
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.norms import norm_of, sums_of_squares
-from decentjax.loss import Metrics
 from decentjax.mixing import AxisName, global_mean
 from decentjax.state import WorkerState
-from decentjax.updates import Adapt, Gradient, LocalUpdate, halves_of
+from decentjax.updates import Adapt, Gradient, LocalUpdate, Metrics, halves_of
 
 NORMS = "norms"
 """Metric name of the norms."""

@@ -23,6 +23,8 @@ from decentjax._core.drawing import (
     draw_exchanges,
 )
 
+__all__ = ["Exchange", "Groups", "Permutations", "Topology"]
+
 MENU = "menu"  # Name of the topology of all exchanges that a policy may choose.
 
 
@@ -38,7 +40,8 @@ class Permutations:
       ValueError: if these are not permutations, or the weights are invalid.
 
     Examples:
-      >>> from decentjax import Exchange, Permutations, Topology, topology
+      >>> from decentjax import Topology, topology
+      >>> from decentjax.exchange import Exchange, Permutations
       >>> shift = Permutations(((0, 1, 2), (2, 0, 1)), (0.5, 0.5))
       >>> print(topology.matrices(Topology("shift", (Exchange(shift),)))[0])
       [[0.5 0.  0.5]
@@ -86,7 +89,8 @@ class Groups:
       ValueError: if the groups are invalid.
 
     Examples:
-      >>> from decentjax import Exchange, Groups, Topology, topology
+      >>> from decentjax import Topology, topology
+      >>> from decentjax.exchange import Exchange, Groups
       >>> pairs = Groups(((0, 2), (1, 3)))
       >>> print(topology.matrices(Topology("pairs", (Exchange(pairs),)))[0])
       [[0.5 0.  0.5 0. ]
@@ -126,7 +130,8 @@ class Exchange:
       factor: damping f, in (0, 1].
 
     Examples:
-      >>> from decentjax import Exchange, Permutations, Topology, topology
+      >>> from decentjax import Topology, topology
+      >>> from decentjax.exchange import Exchange, Permutations
       >>> swap = Permutations(((1, 0),), (1.0,))
       >>> exchange = Exchange(swap, workers_per_node=2, factor=0.5)
       >>> print(topology.matrices(Topology("swap", (exchange,)))[0, 0])

@@ -4,18 +4,22 @@ Each is for any optax optimizer inside; with `optax.contrib.muon` inside, `diloc
 MuLoCo (Thérien et al., 2025).
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from decentjax._core.butterfly import default_group_size
-from decentjax._core.collectives import is_mixed
-from decentjax._core.public_names import names_of
+from decentjax._core.butterfly import butterfly_hops, default_group_size
+from decentjax._core.collectives import is_mixed, sum_dtype
+from decentjax._core.optimizer_state import states_of
+from decentjax._rounds.leaves import stacked_rows
 from decentjax.exchange import Topology
 from decentjax.plan import GradientMean
-from decentjax.rounds import Rounds, blend, cut_leaves, replace, stacked_rows
+from decentjax.rounds import Rounds, blend, cut_leaves, replace, shift
+from decentjax.state import Values, WorkerState
 from decentjax.topology import (
     alone,
     butterfly_groups,
@@ -23,8 +27,17 @@ from decentjax.topology import (
     random_matching,
     with_mean_every,
 )
-from decentjax.tracking import Tracking
-from decentjax.wagma import Wagma
+from decentjax.updates import LocalUpdate, Metrics
+
+__all__ = [
+    "all_reduce",
+    "diloco",
+    "gradient_tracking",
+    "local_sgd",
+    "noloco",
+    "streaming_diloco",
+    "wagma",
+]
 
 
 def all_reduce(num_workers: int) -> GradientMean:
@@ -194,6 +207,84 @@ def noloco(
     return Rounds(topology, num_steps, outer=outer, merge=replace)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tracking(Rounds):
+    """Rounds in which workers descend along an estimate y of the mean gradient.
+
+    y travels with the model, and the optimizer gets it as its gradient.
+
+    Raises:
+      ValueError: if the rounds would not preserve the sum of all y: with an outer
+        optimizer, fragments, a compression, `blend`, or `replace` with a delay.
+    """
+
+    travels: ClassVar[tuple[str, ...]] = ("tracker",)
+    keeps_sums: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        is_kept = self.merge is shift or (self.merge is replace and self.delay <= 1)
+        parts = self.outer, self.compression, self.fragments, self.count_tokens
+        if any(parts) or not is_kept:
+            raise ValueError(
+                "tracking averages whole models and estimates, and preserves their "
+                "sums: take merge=shift, no outer optimizer, no fragments, no "
+                "compression and no count_tokens, got "
+                f"{getattr(self.merge, '__name__', self.merge)} with a delay of "
+                f"{self.delay}"
+                f"{', an outer optimizer' if self.outer else ''}"
+                f"{', fragments' if self.fragments else ''}"
+                f"{f', {self.compression.kind.name}' if self.compression else ''}"
+                f"{', count_tokens' if self.count_tokens else ''}"
+            )
+
+    def own(self, params: Any) -> Values:
+        # In float32 at least, as the rounding errors of y accumulate.
+        return {"tracker": _zeros(params), "gradient": _zeros(params)}
+
+    def update(
+        self,
+        local: LocalUpdate,
+        state: WorkerState,
+        batch: Any,
+        mixed: Any,
+        own: Values,
+    ) -> tuple[WorkerState, Values, Metrics]:
+        """Descends along `y <- y + g - g_before`.
+
+        Raises:
+          TypeError: if the optimizer is an `optax.apply_if_finite`.
+        """
+        _check_skips_nothing(state.opt_state)
+        tracker, found = own["tracker"], local.gradient(state, batch)
+        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
+        tracker = jax.tree.map(
+            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, own["gradient"]
+        )
+        narrow = jax.tree.map(lambda y, g: y.astype(g.dtype), tracker, found.grads)
+        new, metrics = local.descend(found._replace(grads=narrow), state, mixed)
+        return new, {"tracker": tracker, "gradient": wide}, metrics
+
+
+def _zeros(params: Any) -> Any:
+    def zeros(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return jnp.zeros_like(x, sum_dtype(x) if is_mixed(x) else x.dtype)
+
+    return jax.tree.map(zeros, params)
+
+
+def _check_skips_nothing(opt_state: Any) -> None:
+    """Raises a TypeError if the optimizer drops updates whose gradient is in y."""
+    if states_of(opt_state, optax.ApplyIfFiniteState):
+        raise TypeError(
+            "gradient tracking averages y: a gradient that is not finite reaches all "
+            "workers through it, and optax.apply_if_finite would then drop every later "
+            "update. Make gradients finite before, as in optax.chain("
+            "optax.zero_nans(), decentralize(...))"
+        )
+
+
 def gradient_tracking(
     topology: Topology, num_steps: int = 1, delay: int = 1
 ) -> Tracking:
@@ -239,6 +330,36 @@ def _sgd(
     return optax.sgd(learning_rate, momentum, nesterov=nesterov)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wagma(Rounds):
+    """Rounds of every step over the groups of `butterfly_groups`.
+
+    Between peers no group waits for a late member, but in every `period`-th step all
+    workers form one, and wait for each other.
+
+    Args:
+      group_size: S.
+      period: number of steps from one mean of all workers to the next.
+    """
+
+    group_size: int = 1
+    period: int = 1
+
+    def is_global(self, step: int) -> bool:
+        """Whether all workers form one group."""
+        return (step + 1) % self.period == 0
+
+    def hops(self, step: int) -> list[int]:
+        """The distances to the partners of a step: partner = worker XOR hop."""
+        size = self.num_workers if self.is_global(step) else self.group_size
+        return butterfly_hops(self.num_workers, size, step)
+
+    def partners(self, worker: int) -> list[int]:
+        """The partners of a worker in all steps."""
+        every = butterfly_hops(self.num_workers, self.num_workers, 0)
+        return [worker ^ hop for hop in every]
+
+
 def wagma(
     num_workers: int, group_size: int | None = None, period: int = 10, delay: int = 0
 ) -> Wagma:
@@ -272,7 +393,3 @@ def wagma(
     groups = butterfly_groups(num_workers, size) if size != 1 else alone(num_workers)
     graph = with_mean_every(groups, period)
     return Wagma(graph, delay=delay, group_size=size, period=period)
-
-
-def __dir__() -> list[str]:
-    return names_of(__name__)

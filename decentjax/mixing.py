@@ -37,6 +37,8 @@ from decentjax._core.norms import norm_of, sums_of_squares
 from decentjax._core.slices import in_shards, is_on_devices, on_own_slice
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
+__all__ = ["Lowering", "consensus_distance", "global_mean", "mix", "neighbor_allgather"]
+
 Tree = TypeVar("Tree")
 Routes = list[list[tuple[int, int]]]
 
@@ -64,7 +66,8 @@ class Lowering:
 
     Examples:
       >>> import functools
-      >>> from decentjax import Lowering, mix
+      >>> from decentjax import mix
+      >>> from decentjax.mixing import Lowering
       >>> in_pieces = functools.partial(mix, lowering=Lowering(piece_bytes=2**18))
     """
 
@@ -211,7 +214,8 @@ def neighbor_allgather(
 
     Examples:
       >>> import jax, jax.numpy as jnp
-      >>> from decentjax import neighbor_allgather, topology
+      >>> from decentjax import topology
+      >>> from decentjax.mixing import neighbor_allgather
       >>> def peers(x):
       ...     return neighbor_allgather(x, topology.ring(4)[0], "workers")
       >>> trees, weights = jax.vmap(peers, axis_name="workers")(jnp.arange(4.0))
@@ -255,7 +259,7 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
     Examples:
       >>> import functools
       >>> import jax, jax.numpy as jnp
-      >>> from decentjax import global_mean
+      >>> from decentjax.mixing import global_mean
       >>> mean = functools.partial(global_mean, axis_name="workers")
       >>> print(jax.vmap(mean, axis_name="workers")(jnp.arange(4.0)))
       [1.5 1.5 1.5 1.5]

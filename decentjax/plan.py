@@ -17,9 +17,14 @@ import optax
 from jax import lax
 
 from decentjax._core.collectives import AxisName
-from decentjax._core.optimizer_state import average_own_models, common_keys
+from decentjax._core.optimizer_state import (
+    average_own_models,
+    common_keys,
+    folded,
+    map_keys,
+)
+from decentjax._rounds.schedule import Event, Fragment, Round, Schedule, every
 from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
-from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import bound_axis
 from decentjax.rounds import (
@@ -35,10 +40,17 @@ from decentjax.rounds import (
     travelling,
     without_messages,
 )
-from decentjax.schedule import Event, Fragment, Round, Schedule, every
-from decentjax.state import WorkerState, check_optimizer, stacked_state
+from decentjax.state import (
+    WorkerState,
+    check_arrays,
+    check_optimizer,
+    check_workers,
+    equal_rows,
+    own_rows,
+    strong,
+)
 from decentjax.topology import complete
-from decentjax.updates import Adapt, LocalUpdate, halves_of
+from decentjax.updates import Adapt, LocalUpdate, Metrics, halves_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +73,10 @@ class GradientMean:
     def topology(self) -> Topology:
         """The graph over which gradients are averaged."""
         return complete(self.num_workers)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return every(self.topology, num_steps=1)
 
 
 Plan = Topology | Rounds | GradientMean
@@ -110,14 +126,7 @@ def topology_of(plan: Plan) -> Topology:
 
 def schedule_of(plan: Plan) -> Schedule:
     """Returns what begins and ends in each step of a plan."""
-    if isinstance(plan, Rounds):
-        return plan.schedule
-    return _every_step(topology_of(plan), delay=int(isinstance(plan, Topology)))
-
-
-@functools.lru_cache(maxsize=64)
-def _every_step(topology: Topology, delay: int) -> Schedule:
-    return every(topology, num_steps=1, delay=delay)
+    return (rounds_of(plan) if isinstance(plan, Topology) else plan).schedule
 
 
 class Turn(NamedTuple):
@@ -155,7 +164,12 @@ def rounds_of(plan: Plan) -> Rounds:
     Raises:
       TypeError: for another plan.
     """
-    return Rounds(plan, delay=1) if isinstance(plan, Topology) else check_rounds(plan)
+    return _every_step(plan) if isinstance(plan, Topology) else check_rounds(plan)
+
+
+@functools.lru_cache(maxsize=64)
+def _every_step(topology: Topology) -> Rounds:
+    return Rounds(topology, delay=1)
 
 
 def warn_of_plan(plan: Plan) -> None:
@@ -222,10 +236,28 @@ def first_state(
 ) -> WorkerState:
     """Returns the initial state, as `init_state`, by the `init` of an optimizer."""
     if isinstance(plan, int):
-        return stacked_state(params, init, key, plan, model_state, workers, ())
-    check_plan(plan)
-    count, extra = plan.num_workers, init_carried(plan, params)
-    return stacked_state(params, init, key, count, model_state, workers, extra)
+        num_workers, extra = plan, ()
+    else:
+        check_plan(plan)
+        num_workers, extra = plan.num_workers, init_carried(plan, params)
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
+    check_workers(num_workers, workers)
+    check_arrays((params, model_state, extra), "init_state")
+    if not jax.tree.leaves(params):
+        raise ValueError("nothing to train: the params have no leaves")
+    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
+    keys = jax.random.split(key, num_workers)[numbers]
+
+    def init_optimizer(params: Any, number: jax.Array) -> Any:
+        return map_keys(lambda key: folded(key, number), init(params))
+
+    params, extra = jax.tree.map(lambda x: equal_rows(x, len(keys)), (params, extra))
+    model_state = own_rows(model_state, numbers)
+    opt_state = jax.vmap(init_optimizer)(params, numbers)
+    # Some optimizers keep the params themselves, but a buffer is donated only once.
+    opt_state = jax.tree.map(lambda x: strong(x.copy()), opt_state)
+    return WorkerState(params, opt_state, model_state, keys, extra)
 
 
 class Step(Protocol):
@@ -279,9 +311,7 @@ def worker_step(
     if isinstance(plan, GradientMean):
         halves = halves_of(local, "all-reduce")
         return functools.partial(_gradient_mean_step, halves, axis_name)
-    if isinstance(plan, Topology):
-        average = mix or functools.partial(mix_workers, shards=shards)
-        return functools.partial(_model_step, local, average, True)
+    plan = rounds_of(plan)
     if plan.count_tokens is not None and mix is not None:
         raise ValueError(
             "means weighted by tokens count those of a batch, and send them with the "

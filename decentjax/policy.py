@@ -72,18 +72,6 @@ class Policy:
         return before + step % graph.period
 
 
-def fixed(topology: Topology) -> Policy:
-    """The same graph at each step.
-
-    Examples:
-      >>> from decentjax import policy, topology
-      >>> hold = policy.fixed(topology.one_peer_ring(4))
-      >>> [hold(step) for step in range(4)]
-      [0, 1, 0, 1]
-    """
-    return Policy([topology], lambda *_: topology)
-
-
 def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) -> Policy:
     """Ada: a ring lattice that loses neighbours during the run.
 
@@ -122,7 +110,7 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
     reached = [*map(neighbors, range(last + 1)), *[least] * (per_epoch > 0)]
     if 0 < per_epoch < 1:  # Every number, however many epochs that takes.
         reached = range(degree, least - 1, -1)
-    graphs = {k: lattice(num_workers, k) for k in reached}
+    graphs = {k: _lattice(num_workers, k) for k in reached}
     return Policy(
         list(graphs.values()),
         lambda step, epoch, *_: graphs[neighbors(math.floor(epoch))],
@@ -224,20 +212,6 @@ def merged(topology: Topology, num_steps: int) -> Policy:
     )
 
 
-def lattice(num_workers: int, degree: int) -> Topology:
-    """The ring lattice of at most `degree` neighbours, half on each side, or all.
-
-    Examples:
-      >>> from decentjax import policy
-      >>> policy.lattice(16, 4).name, policy.lattice(16, 15).name
-      ('ring_lattice', 'complete')
-    """
-    even = max(degree - degree % 2, 2)
-    if max(degree, even) >= num_workers - 1:
-        return complete(num_workers)
-    return ring_lattice(num_workers, even)
-
-
 def ladder(num_workers: int) -> list[Topology]:
     """The complete graph, and ring lattices of ..., 8, 4 and 2 neighbours.
 
@@ -249,5 +223,13 @@ def ladder(num_workers: int) -> list[Topology]:
     degrees = [2]
     while degrees[-1] < num_workers - 1:
         degrees.append(2 * degrees[-1])
-    graphs = [lattice(num_workers, degree) for degree in reversed(degrees)]
+    graphs = [_lattice(num_workers, degree) for degree in reversed(degrees)]
     return list(dict.fromkeys(graphs))
+
+
+def _lattice(num_workers: int, degree: int) -> Topology:
+    """The ring lattice of at most `degree` neighbours, half on each side, or all."""
+    even = max(degree - degree % 2, 2)
+    if max(degree, even) >= num_workers - 1:
+        return complete(num_workers)
+    return ring_lattice(num_workers, even)

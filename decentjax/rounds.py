@@ -11,16 +11,14 @@ Without an outer optimizer there is no anchor, and z' = q. `send` and `receive` 
 worker's code; `decentjax.plan` places them around the local update.
 """
 
-import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
@@ -29,9 +27,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
 from decentjax._core.optimizer_state import check_averageable, check_no_own_model
 from decentjax._core.slices import over_shards
+from decentjax._rounds.leaves import (
+    Stacked,
+    at,
+    check_cuts,
+    cut_leaves,
+    num_leaves,
+    place_of,
+    put,
+    stacked_rows,
+)
+from decentjax._rounds.own_values import (
+    first_values,
+    packed,
+    sent_with,
+    unpacked,
+    update_packed,
+)
+from decentjax._rounds.schedule import Fragment, Schedule, every
 from decentjax.codec import axes_of
 from decentjax.compression import (
-    Coded,
     Compression,
     Leaves,
     as_seen,
@@ -40,28 +55,17 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Exchange, Topology
-from decentjax.loss import Metrics, check_call
 from decentjax.mixing import mix
-from decentjax.own_values import (
-    OwnState,
-    Values,
-    first_values,
-    packed,
-    sent_with,
-    unpacked,
-    update_packed,
-)
 from decentjax.placement import bound_axis
-from decentjax.schedule import (
-    Fragment,
-    Schedule,
-    Stacked,
-    check_cuts,
-    every,
-    place_of,
+from decentjax.state import (
+    OwnState,
+    RoundState,
+    Values,
+    WorkerState,
+    check_arrays,
+    check_optimizer,
 )
-from decentjax.state import WorkerState, check_arrays, check_optimizer
-from decentjax.updates import Adapt, LocalUpdate, halves_of
+from decentjax.updates import Adapt, LocalUpdate, Metrics, check_call, halves_of
 
 __all__ = ["Rounds", "anchors", "blend", "cut_leaves", "replace", "shift"]
 
@@ -349,104 +353,6 @@ class Rounds:
         return sent_with(self.travels, shards, dict.fromkeys(self.travels, shards))
 
 
-def cut_leaves(
-    sizes: Sequence[int], num_fragments: int, stacked: Stacked = ()
-) -> list[tuple[int, ...]]:
-    """Returns fragments of consecutive leaves, of about equal size.
-
-    A leaf belongs to the fragment in which its middle lies. Stacked leaves are cut into
-    layers, in the place of the first of them: row k of all of them is one layer, and
-    stays together.
-
-    Args:
-      sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for a leaf that is
-        not float, and never sent.
-      num_fragments: P.
-      stacked: as in `Rounds`, which takes the same.
-
-    Raises:
-      ValueError: if a fragment gets no leaf.
-
-    Examples:
-      >>> from decentjax import rounds
-      >>> rounds.cut_leaves([100, 50, 50, 200], num_fragments=2)
-      [(0, 1, 2), (3,)]
-      >>> rounds.cut_leaves([100, 200, 200], 2, stacked={1: 2, 2: 2})
-      [(0, 1, 3), (2, 4)]
-    """
-    numbers, sizes = _in_layers(sizes, dict(stacked))
-    if num_fragments < 1 or not sum(sizes):
-        raise ValueError(
-            "wanted leaves to split into at least 1 fragment, got "
-            f"{len(sizes)} leaves and {num_fragments} fragments"
-        )
-    ends = np.cumsum(sizes)
-    middles = ends - np.array(sizes) / 2
-    parts = (middles * num_fragments / ends[-1]).astype(int).clip(max=num_fragments - 1)
-    found = [np.flatnonzero(parts == p) for p in range(num_fragments)]
-    empty = [p for p, part in enumerate(found) if not sum(sizes[n] for n in part)]
-    if empty:
-        raise ValueError(
-            f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "
-            f"of the {len(sizes)} leaves has {max(sizes) / ends[-1]:.0%} of the model; "
-            "use fewer fragments, or name leaves that are layers stacked in one as "
-            "stacked"
-        )
-    return [tuple(sorted(n for unit in part for n in numbers[unit])) for part in found]
-
-
-def _in_layers(
-    sizes: Sequence[int], stacked: dict[int, int]
-) -> tuple[list[list[int]], list[int]]:
-    """The numbers of each leaf, and of the rows of each layer; and their sizes."""
-    first, number = min(stacked, default=0), 0
-    numbers, of_unit = collections.defaultdict(list), collections.Counter()
-    for leaf, size in enumerate(sizes):
-        places = [(first, row) for row in range(stacked.get(leaf, 0))]
-        places = places if leaf in stacked else [(leaf, 0)]
-        for place in places:
-            numbers[place].append(number)
-            of_unit[place] += size // len(places)
-            number += 1
-    order = sorted(numbers)
-    return [numbers[place] for place in order], [of_unit[place] for place in order]
-
-
-def stacked_rows(params: Any, numbers: Iterable[int]) -> dict[int, int]:
-    """The number of rows of leaves, for `Rounds.stacked`.
-
-    Raises:
-      ValueError: if there is no such leaf, or it has no dims.
-    """
-    shapes = dict(enumerate(jnp.shape(x) for x in jax.tree.leaves(params)))
-    wrong = [number for number in numbers if not shapes.get(number)]
-    if wrong:
-        raise ValueError(
-            "stacked leaves are named by number, and their leading dim is that of the "
-            f"layers, got {wrong}, and the shapes of the leaves are {shapes}"
-        )
-    return {number: shapes[number][0] for number in numbers}
-
-
-class RoundState(NamedTuple):
-    """State of a worker between rounds, by number of the leaf.
-
-    Args:
-      anchor: z, in float32 or wider; empty without an outer optimizer.
-      outer: state of the outer optimizer, for each fragment of the schedule.
-      sent: leaves as last sent; empty if a round ends in the step in which it begins.
-      coded: state of the compression; None without any.
-      tokens: of weighted means, the tokens since each fragment was last sent, and those
-        for which it was sent, float [2, P]; None without weights.
-    """
-
-    anchor: Leaves
-    outer: tuple[Any, ...]
-    sent: Leaves
-    coded: Coded | None = None
-    tokens: jax.Array | None = None
-
-
 def anchors(params: Any, carried: RoundState | OwnState) -> Any:
     """Returns the anchors of rounds, the models after the last ones, as a tree.
 
@@ -500,7 +406,9 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     sent = {n: jnp.array(x, x.dtype) for n, x in leaves.items()} if is_late else {}
     coded = None
     if rounds.compression is not None:
-        rounds.compression.check_leaves(_num_leaves(rounds, jax.tree.leaves(params)))
+        rounds.compression.check_leaves(
+            num_leaves(rounds.stacked, jax.tree.leaves(params))
+        )
         coded = init_coded(rounds.compression, leaves, is_late)
     tokens = None
     if rounds.count_tokens is not None:
@@ -584,8 +492,8 @@ def receive(
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
         sent, place = carried.sent[number], place_of(rounds.stacked, number)
-        merged = rounds.merge(_at(leaves, *place), sent, new[number])
-        _put(merged.astype(sent.dtype), leaves, *place)
+        merged = rounds.merge(at(leaves, *place), sent, new[number])
+        put(merged.astype(sent.dtype), leaves, *place)
     # As in `mix`.
     params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
     return state._replace(params=params, extra=carried)
@@ -694,7 +602,7 @@ def _specs(rounds: Rounds, shards: Any) -> dict[int, PartitionSpec]:
     """Partition specs by number, of rows without their leading dim."""
     found = jax.tree.leaves(rounds.pack_shards(shards))
     specs = {TOKENS: PartitionSpec()}
-    for number in range(_num_leaves(rounds, found)):
+    for number in range(num_leaves(rounds.stacked, found)):
         leaf, row = place_of(rounds.stacked, number)
         spec = found[leaf]
         if row is not None and any(spec[:1]):
@@ -744,7 +652,7 @@ def leaves_of(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
       ValueError: if the model has no such leaf.
     """
     leaves = jax.tree.leaves(params)
-    count = _num_leaves(rounds, leaves)
+    count = num_leaves(rounds.stacked, leaves)
     numbers = range(count) if fragment is None else fragment
     if max(numbers, default=-1) >= count:
         raise ValueError(
@@ -756,24 +664,8 @@ def leaves_of(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
         return hasattr(x, "dtype")
 
     arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
-    found = {n: _at(arrays, *place_of(rounds.stacked, n)) for n in numbers}
+    found = {n: at(arrays, *place_of(rounds.stacked, n)) for n in numbers}
     return {n: x for n, x in found.items() if is_mixed(x)}
-
-
-def _num_leaves(rounds: Rounds, leaves: Sequence[Any]) -> int:
-    """The number of leaves, with the rows of stacked ones in their place."""
-    return len(leaves) + sum(rows - 1 for rows in dict(rounds.stacked).values())
-
-
-def _at(leaves: list[Any], leaf: int, row: int | None) -> Any:
-    whole = leaves[leaf]
-    return whole if row is None else lax.index_in_dim(whole, row, keepdims=False)
-
-
-def _put(x: jax.Array, leaves: list[Any], leaf: int, row: int | None) -> None:
-    if row is not None:
-        x = lax.dynamic_update_index_in_dim(leaves[leaf], x, row, 0)
-    leaves[leaf] = x
 
 
 def _leaves_to_send(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:

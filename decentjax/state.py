@@ -1,22 +1,17 @@
 """The state of a worker, and the initial state of all."""
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, SequenceKey
 from jax.typing import ArrayLike
 
-from decentjax._core.collectives import axis_names
-from decentjax._core.optimizer_state import folded, keys_in, map_keys
-from decentjax._core.slices import lying, only
-from decentjax.placement import axis_of, check_mesh
+from decentjax._core.optimizer_state import folded, keys_in
 
 
 class WorkerState(NamedTuple):
@@ -40,44 +35,39 @@ class DecentralizeState(NamedTuple):
     extra: Any = ()  # state of the rounds, if any
 
 
-def stacked_state(
-    params: Any,
-    init: Callable[[Any], Any],
-    key: jax.Array,
-    num_workers: int,
-    model_state: Any,
-    workers: Sequence[int] | None,
-    extra: Any,
-) -> WorkerState:
-    """Returns the initial state, as `init_state`.
+class RoundState(NamedTuple):
+    """State of a worker between rounds, by number of the leaf.
 
     Args:
-      params: as in `init_state`, and so the others.
-      init: function of the params that returns the state of an optimizer.
-      key: random key.
-      num_workers: N.
-      model_state: model state of one model.
-      workers: numbers of the workers to initialise.
-      extra: what one worker keeps for its plan.
+      anchor: z, in float32 or wider; empty without an outer optimizer.
+      outer: state of the outer optimizer, for each fragment of the schedule.
+      sent: leaves as last sent; empty if a round ends in the step in which it begins.
+      coded: state of the compression; None without any.
+      tokens: of weighted means, the tokens since each fragment was last sent, and those
+        for which it was sent, float [2, P]; None without weights.
     """
-    if not hasattr(key, "dtype"):
-        raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
-    check_workers(num_workers, workers)
-    check_arrays((params, model_state, extra), "init_state")
-    if not jax.tree.leaves(params):
-        raise ValueError("nothing to train: the params have no leaves")
-    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
-    keys = jax.random.split(key, num_workers)[numbers]
 
-    def init_optimizer(params: Any, number: jax.Array) -> Any:
-        return map_keys(lambda key: folded(key, number), init(params))
+    anchor: dict[int, jax.Array]
+    outer: tuple[Any, ...]
+    sent: dict[int, jax.Array]
+    coded: Any = None
+    tokens: jax.Array | None = None
 
-    params, extra = jax.tree.map(lambda x: _rows(x, len(keys)), (params, extra))
-    model_state = own_rows(model_state, numbers)
-    opt_state = jax.vmap(init_optimizer)(params, numbers)
-    # Some optimizers keep the params themselves, but a buffer is donated only once.
-    opt_state = jax.tree.map(lambda x: strong(x.copy()), opt_state)
-    return WorkerState(params, opt_state, model_state, keys, extra)
+
+Values = dict[str, Any]
+"""Own values, by name; each a pytree of arrays."""
+
+
+class OwnState(NamedTuple):
+    """State of a worker whose plan has own values.
+
+    Args:
+      carried: state of the rounds.
+      values: the own values, by name.
+    """
+
+    carried: Any
+    values: Values
 
 
 def check_arrays(tree: Any, what: str) -> None:
@@ -113,12 +103,12 @@ def rows_of(numbers: ArrayLike, x: Any, holds_keys: bool) -> jax.Array:
     """Returns the rows of one leaf; see `own_rows`."""
     numbers = jnp.asarray(numbers)
     if not holds_keys:
-        return _rows(x, len(numbers))
+        return equal_rows(x, len(numbers))
     # With the same key all workers would drop the same units and add the same noise.
     return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
 
 
-def _rows(x: Any, count: int) -> jax.Array:
+def equal_rows(x: Any, count: int) -> jax.Array:
     return jnp.repeat(strong(x)[None], count, axis=0)
 
 
@@ -138,187 +128,85 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def stack(
-    tree: Any,
-    num_workers: int,
-    mesh: Mesh | None = None,
-    workers: Sequence[int] | None = None,
+def map_params(
+    function: Callable[..., Any], params: Any, state: Any, *trees: Any
 ) -> Any:
-    """Returns the tree of all workers: each leaf once for each, [N, ...].
+    """Applies a function to each array of a state that belongs to a param.
 
-    Random keys become each worker's own: the number of the worker is folded in. These
-    are typed keys, and those in jax's old form in a part that is named so, such as
-    `key`, `dropout_rng`, or within `rngs`.
-
-    Args:
-      tree: any pytree of arrays, as a train state or a module of flax NNX; the same in
-        all processes. Arrays that lie on the mesh keep their shardings over its other
-        axes, and no device ever has a whole one.
-      num_workers: N.
-      mesh: mesh over whose workers' axis the rows lie, by `stacked_shardings`; None
-        leaves them where jax places them.
-      workers: numbers of the workers to return, where not all: those of this process in
-        exchanges between peers.
-
-    Raises:
-      ValueError: as `stacked_shardings`, or if a worker does not exist.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from decentjax import stack
-      >>> stack({"w": jnp.zeros((3, 2))}, num_workers=4)["w"].shape
-      (4, 3, 2)
-    """
-    check_workers(num_workers, workers)
-    check_arrays(tree, "this function")
-    numbers = np.arange(num_workers) if workers is None else np.asarray(workers)
-    if mesh is None:
-        return own_rows(tree, numbers)
-    shardings, axis = stacked_shardings(tree, mesh), axis_of(mesh)
-    if mesh.shape[axis] != len(numbers):
-        raise ValueError(
-            f'the axis "{axis}" of the mesh has {mesh.shape[axis]} places for '
-            f"{len(numbers)} workers"
-        )
-    leaves, structure = jax.tree.flatten(tree)
-    holds_keys, there = jax.tree.leaves(keys_in(tree)), jax.tree.leaves(shardings)
-    leaves = [
-        _everywhere(x, mesh) if key and not isinstance(x, Tracer) else x
-        for x, key in zip(leaves, holds_keys, strict=True)
-    ]
-    # Those that lie on the mesh never leave it, nor traced ones their program; of
-    # others each device gets its part.
-    on_mesh = [
-        n for n, x in enumerate(leaves) if isinstance(x, Tracer) or _lies_on(x, mesh)
-    ]
-
-    def rows(arrays: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(arrays, on_mesh, strict=True)
-        return [
-            # jax does not reshard traced arrays on explicit axes by `out_shardings`.
-            lying(rows_of(numbers, x, holds_keys[n]), there[n].spec, mesh)
-            for x, n in pairs
-        ]
-
-    placed = jax.jit(rows, out_shardings=[there[n] for n in on_mesh])
-    stacked = dict(zip(on_mesh, placed([leaves[n] for n in on_mesh]), strict=True))
-    for n, x in enumerate(leaves):
-        if n not in stacked:
-            stacked[n] = _from_host(x, len(numbers), there[n])
-    return structure.unflatten(stacked[n] for n in range(len(leaves)))
-
-
-def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
-    """Returns where the arrays of all workers lie: over workers, then as in one worker.
-
-    How an array of one worker is sharded over the other axes of the mesh is read from
-    the array or shape (`jax.ShapeDtypeStruct`) if it lies on this mesh, or from the
-    metadata of flax (`out_sharding` of NNX, `nn.Partitioned` of linen), without axes
-    that the mesh does not have; otherwise it is not sharded.
+    These are arrays with the path and the shape of a param, wherever they are: the
+    params themselves, moments of the optimizer, y of tracking; and in the state of
+    rounds, which counts the leaves, anchors, the outer optimizer's moments, leaves as
+    sent, and errors of a compression. Others stay, such as counts, random keys and
+    encoded messages.
 
     Args:
-      tree: arrays, shapes or `PartitionSpec`s of one worker.
-      mesh: mesh of the workers, as in `on_mesh`.
+      function: function of an array, and of the leaves of `trees` at its param.
+      params: params whose leaves are shaped as in the state: stacked, [N, ...], if it
+        is. Modules of NNX have names in the `train_states` of `wrap` alone.
+      state: state of arrays or of their shapes, such as a `WorkerState`, the state of
+        `decentralize`, or of another optimizer.
+      trees: trees like the params, such as their partition specs.
 
     Returns:
-      A `NamedSharding` for each array, as for the `out_shardings` of `jax.jit`.
+      The state, with the results in the place of these arrays.
 
     Raises:
-      ValueError: if a dim is not a multiple of its axes, or an array is sharded over
-        another mesh.
+      ValueError: if one of the trees is not like the params.
 
     Examples:
-      >>> import jax
-      >>> from jax.sharding import PartitionSpec as P
-      >>> from decentjax import stacked_shardings
-      >>> mesh = jax.make_mesh((1, 1), ("workers", "fsdp"))
-      >>> stacked_shardings({"w": P(None, "fsdp")}, mesh)["w"].spec
-      P('workers', None, 'fsdp')
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_state, map_params, methods
+      >>> params, plan = {"w": jnp.zeros(3)}, methods.diloco(2)
+      >>> state = init_state(params, optax.adam(1e-3), jax.random.key(0), plan)
+      >>> narrow = lambda x: x.astype("bfloat16")
+      >>> state = map_params(narrow, state.params, state)
+      >>> state.opt_state[0].mu["w"].dtype.name, state.extra.anchor[0].dtype.name
+      ('bfloat16', 'bfloat16')
     """
-    check_mesh(mesh)
-    axis = axis_of(mesh)
-    inside = set(mesh.axis_names) - {axis}
+    leaves, structure = jax.tree.flatten(params)
+    beside = [structure.flatten_up_to(tree) for tree in trees]
+    numbers = _numbers_of(params)
 
-    def of_box(path: Any, box: Any) -> Any:
-        spec = _spec_of(box)
-        if spec is None or isinstance(box, PartitionSpec):
-            return one(path, box, spec)
-        return jax.tree.map(lambda x: one(path, x, spec), box)
+    def applied(number: int | None, x: Any) -> Any:
+        if number is None or _form(x) != _form(leaves[number]):
+            return x
+        return function(x, *(tree[number] for tree in beside))
 
-    def one(path: Any, x: Any, spec: PartitionSpec | None) -> NamedSharding:
-        lies = _sharding_of(x)
-        if _lies_on(x, mesh):
-            spec = lies.spec
-        elif isinstance(lies, NamedSharding) and not lies.is_fully_replicated:
-            raise ValueError(
-                f"{_name(path)} is sharded over another mesh, {dict(lies.mesh.shape)}: "
-                "create it on the mesh of the workers, or pass it unsharded; of a "
-                "state that flax has replicated, the state before"
-            )
-        kept = only(spec or (), inside)
-        if hasattr(x, "shape"):
-            _check_divides(path, x.shape, kept, mesh)
-        return NamedSharding(mesh, PartitionSpec(axis, *kept))
+    def by_path(path: Any, x: Any) -> Any:
+        if isinstance(x, RoundState):
+            return jax.tree.map_with_path(by_number, x)
+        words = _words(path)
+        ends = (words[start:] for start in range(len(words) + 1))
+        return applied(next((numbers[end] for end in ends if end in numbers), None), x)
 
-    return jax.tree.map_with_path(of_box, tree, is_leaf=_is_box)
+    def by_number(path: Any, x: Any) -> Any:
+        key = path[-1].key if isinstance(path[-1], DictKey) else None
+        # Several trees like the params may travel, as in tracking.
+        return applied(key % len(leaves) if isinstance(key, int) else None, x)
+
+    is_carried = lambda x: isinstance(x, RoundState)  # noqa: E731
+    return jax.tree.map_with_path(by_path, state, is_leaf=is_carried)
 
 
-def _check_divides(
-    path: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
-) -> None:
-    for dim, part in enumerate(spec):
-        size = math.prod(mesh.shape[name] for name in axis_names(part))
-        if dim >= len(shape) or shape[dim] % size:
-            raise ValueError(
-                f"{_name(path)} of shape {shape} is sharded as {spec}, but its dim "
-                f"{dim} is no multiple of the {size} devices of {part!r}"
-            )
+def _numbers_of(params: Any) -> dict[tuple[Any, ...], int]:
+    """The numbers of the leaves by their paths, also without leading places in tuples.
+
+    Params may be `(params, [z])`, and the moments are of the first.
+    """
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    is_place = lambda key: isinstance(key, SequenceKey)  # noqa: E731
+    inner = [_words(itertools.dropwhile(is_place, path)) for path in paths]
+    first = {path: inner.index(path) for path in inner if path}
+    return first | {_words(path): number for number, path in enumerate(paths)}
 
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path) or "the array"
+def _words(path: Iterable[Any]) -> tuple[Any, ...]:
+    names = "key", "name", "idx"
+    return tuple(
+        next((getattr(key, x) for x in names if hasattr(key, x)), key) for key in path
+    )
 
 
-def _is_box(x: Any) -> bool:
-    return isinstance(x, PartitionSpec) or _spec_of(x) is not None
-
-
-def _spec_of(x: Any) -> PartitionSpec | None:
-    """The spec in the metadata of flax around an array, or a spec itself."""
-    if isinstance(x, PartitionSpec):
-        return x
-    # By their classes: an object of `nnx.Rngs` has every attribute, as a random key.
-    if hasattr(type(x), "get_partition_spec"):  # nn.Partitioned of linen.
-        return x.get_partition_spec()
-    if hasattr(type(x), "get_metadata"):  # A variable of NNX.
-        said = x.get_metadata().get("out_sharding")
-        return None if said is None else PartitionSpec(*said)
-    return None
-
-
-def _sharding_of(x: Any) -> Any:
-    found = jax.typeof(x) if isinstance(x, Tracer) else x
-    return getattr(found, "sharding", None)
-
-
-def _lies_on(x: Any, mesh: Mesh) -> bool:
-    lies = _sharding_of(x)
-    # The shapes of explicit axes lie on the abstract mesh.
-    meshes = mesh, mesh.abstract_mesh
-    return isinstance(lies, NamedSharding) and lies.mesh in meshes
-
-
-def _from_host(x: Any, num_rows: int, there: NamedSharding) -> jax.Array:
-    """Rows of an array that this process has, of which each device gets its part."""
-    rows = np.broadcast_to(np.asarray(x), (num_rows, *jnp.shape(x)))
-    return jax.make_array_from_callback(rows.shape, there, lambda index: rows[index])
-
-
-def _everywhere(key: Any, mesh: Mesh) -> jax.Array:
-    """Random keys on all devices of a mesh, from those of this process."""
-    key, whole = jnp.asarray(key), NamedSharding(mesh, PartitionSpec())
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    bits = np.asarray(jax.random.key_data(key) if is_typed else key)
-    bits = jax.make_array_from_callback(bits.shape, whole, lambda index: bits[index])
-    impl = jax.random.key_impl(key) if is_typed else None
-    return jax.random.wrap_key_data(bits, impl=impl) if is_typed else bits
+def _form(x: Any) -> tuple[Any, bool]:
+    is_inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return getattr(x, "shape", ()), is_inexact

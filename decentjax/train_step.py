@@ -14,8 +14,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from decentjax._rounds.schedule import Event
 from decentjax.exchange import MENU
-from decentjax.loss import Metrics
 from decentjax.placement import (
     axis_of,
     check_mesh,
@@ -39,9 +39,8 @@ from decentjax.plan import (
 )
 from decentjax.process import phases
 from decentjax.rounds import Mix
-from decentjax.schedule import Event
 from decentjax.state import WorkerState, strong
-from decentjax.updates import Adapt, init_of
+from decentjax.updates import Adapt, Metrics, init_of
 
 MOST_JUMPS = 3
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
@@ -20,14 +19,13 @@ from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.dataflow import ends_in_bound, summands
 from decentjax._core.lens import Copy, Lens, copies_of_params, default_params, find_lens
 from decentjax._core.optimizer_state import check_averageable
-from decentjax.correction import ExactDiffusionState
-from decentjax.loss import check_call
-from decentjax.placement import bound_axis
+from decentjax.optim import ExactDiffusionState
+from decentjax.placement import bound_axis, stack
 from decentjax.plan import GradientMean, Plan, check_plan, init_carried
 from decentjax.rounds import Rounds
-from decentjax.state import WorkerState, stack
-from decentjax.train_step import TrainStep, on_mesh, simulate
-from decentjax.updates import Adapt, check_averages_nothing
+from decentjax.state import WorkerState
+from decentjax.train_step import on_mesh, simulate
+from decentjax.updates import Adapt, check_averages_nothing, check_call, kinds
 
 Order = Literal["beside", "after"]
 Run = Callable[[Adapt, Any], Any]
@@ -67,9 +65,8 @@ class WrappedStep:
         self._select = params or default_params
         self._lens: Lens | None = None
         self._copies: list[Copy] = []
-        self._run: Any = (run or functools.partial(_compiled, mesh=mesh))(
-            self.local, plan
-        )
+        compiled = functools.partial(on_mesh, mesh=mesh) if mesh else simulate
+        self._run: Any = (run or compiled)(self.local, plan)
 
     def init(
         self,
@@ -298,11 +295,6 @@ def wrap(
     return WrappedStep(train_step, plan, mesh, params, run, order)
 
 
-def _compiled(local: Adapt, plan: Plan, mesh: Mesh | None) -> TrainStep:
-    """The compiled step over a plan, on the mesh or simulated."""
-    return simulate(local, plan) if mesh is None else on_mesh(local, plan, mesh)
-
-
 def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array:
     """`mixed + (stepped - before)`."""
     # Where nothing was averaged, the step's own result, without rounding.
@@ -370,17 +362,16 @@ def _check_result(result: Any, state: Any) -> None:
             "train_step must return (state, metrics), got "
             + (f"{len(result)} values" if isinstance(result, tuple) else "one value")
         )
-    wanted, got = _shapes(state), _shapes(result[0])
-    if wanted != got and wanted == _shapes(result[1]):
+    wanted, got = kinds(state), kinds(result[0])
+    if wanted != got and wanted == kinds(result[1]):
         raise TypeError(
             "train_step must return (state, metrics), got (metrics, state): "
             "wrap(lambda *args: train_step(*args)[::-1], ...)"
         )
     if wanted != got:
-        paths = [*wanted, *(path for path in got if path not in wanted)]
-        path = next(path for path in paths if wanted.get(path) != got.get(path))
+        path = next(x for x in wanted | got if wanted.get(x) != got.get(x))
         raise ValueError(
-            f"train_step must return a state like its argument, but {path} is "
+            f"train_step must return a state like its argument, but state{path} is "
             f"{got.get(path, 'missing')} after it and {wanted.get(path, 'missing')} "
             "before"
         )
@@ -390,15 +381,6 @@ def _check_result(result: Any, state: Any) -> None:
             f"differ: {jax.tree.structure(state)}, and after it "
             f"{jax.tree.structure(result[0])}"
         )
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-    return {
-        f"state{jax.tree_util.keystr(path)}": (
-            f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-        )
-        for path, x in jax.tree.leaves_with_path(tree)
-    }
 
 
 def _axes(jaxpr: Jaxpr) -> set[Any]:

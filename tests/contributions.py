@@ -5,11 +5,11 @@ import collections
 import jax.numpy as jnp
 
 from decentjax import topology
+from decentjax._rounds.schedule import every
 from decentjax.exchange import Topology
 from decentjax.gossip.peer_port import of_permutations
 from decentjax.gossip.quorum import QuorumMeans
 from decentjax.links import Message
-from decentjax.schedule import every
 
 
 class Post:

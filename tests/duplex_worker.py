@@ -16,8 +16,6 @@ from jax.typing import DTypeLike
 
 from decentjax import (
     AXIS,
-    Exchange,
-    Permutations,
     Topology,
     codec,
     mix,
@@ -26,6 +24,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax.exchange import Exchange, Permutations
 from decentjax.gossip.duplex import Duplex
 from decentjax.gossip.lowerings import compiled_mix_encoded, fastest_mixes
 

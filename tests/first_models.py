@@ -14,12 +14,12 @@ from decentjax import (
     gossip,
     init_state,
     local_update,
-    local_workers,
     methods,
     on_mesh,
     place,
     topology,
 )
+from decentjax.placement import local_workers
 
 
 def loss_fn(params, model_state, batch, key):

@@ -74,11 +74,14 @@ CONSTANTS = {"AXIS"}  # The reference has them in a sentence.
 
 def public_names() -> set[str]:
     """The public names of the library, those of its modules as "topology.ring"."""
-    modules = {*decentjax._MODULES}
-    names = set(decentjax.__all__) - modules - CONSTANTS
-    for name in modules:
-        names |= {f"{name}.{x}" for x in public(getattr(decentjax, name)) - names}
-    return names
+    things = {name: getattr(decentjax, name) for name in decentjax.__all__}
+    modules = {x: thing for x, thing in things.items() if isinstance(thing, ModuleType)}
+    core = {*things} - {*modules}
+    rest = (
+        {f"{name}.{x}" for x in public(module) - core}
+        for name, module in modules.items()
+    )
+    return core.union(*rest) - CONSTANTS
 
 
 def public(module: ModuleType) -> set[str]:

@@ -1,6 +1,7 @@
 """Plans over a topology, by the names of their algorithms."""
 
-from decentjax import GradientMean, Rounds, Topology, methods
+from decentjax import Rounds, Topology, methods
+from decentjax.plan import GradientMean
 
 
 def awc(graph: Topology) -> Topology:

@@ -10,16 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax import (
-    Lowering,
-    gossip,
-    init_state,
-    local_update,
-    local_workers,
-    place,
-    topology,
-    worker_mesh,
-)
+from decentjax import gossip, init_state, local_update, place, topology, worker_mesh
+from decentjax.mixing import Lowering
+from decentjax.placement import local_workers
 
 NUM_STEPS = 300
 STARTS = {"equal": ([0.0, 9.99], [50, 50]), "unequal": ([1.0, 2.0], [40, 7000])}

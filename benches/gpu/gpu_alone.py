@@ -13,7 +13,8 @@ from jax import lax
 from benches.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
 from benches.runner import Runner, repeat
 from benches.train_steps import for_workers, in_turns, our_step, plain_step
-from decentjax import accum_adamw, overlap
+from decentjax import overlap
+from decentjax.optim import accum_adamw
 from train.cli.command import command
 from train.cli.load import load_config
 from train.cli.plain_console import PlainConsole

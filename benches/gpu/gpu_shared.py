@@ -12,17 +12,10 @@ from benches.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
 from benches.gpu.gpu_alone import explained, first_batch, of_workers
 from benches.runner import Runner, repeat
 from benches.train_steps import in_turns
-from decentjax import (
-    Lowering,
-    Topology,
-    WorkerState,
-    local_update,
-    local_workers,
-    place,
-    topology,
-    worker_mesh,
-)
+from decentjax import Topology, WorkerState, local_update, place, topology, worker_mesh
 from decentjax.gossip import Background, host_mesh
+from decentjax.mixing import Lowering
+from decentjax.placement import local_workers
 from decentjax.updates import Adapt
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json

@@ -17,7 +17,6 @@ import numpy as np
 from decentjax import (
     AXIS,
     Topology,
-    accum_adamw,
     init_state,
     local_update,
     mean_model,
@@ -26,6 +25,7 @@ from decentjax import (
     simulate,
     topology,
 )
+from decentjax.optim import accum_adamw
 
 GRAPHS = (
     topology.ring(8),

@@ -13,7 +13,8 @@ from benches.quality.compared import ComparedMethod
 from benches.race.jax_worker import rest
 from benches.race.turns import serve
 from benches.runner import Runner, repeat
-from decentjax import local_workers, place, worker_mesh
+from decentjax import place, worker_mesh
+from decentjax.placement import local_workers
 from train.cli.load import load_config
 from train.config import DistributedConfig
 from train.data.batches import feed

@@ -26,7 +26,6 @@ from decentjax import (
     gossip,
     init_state,
     local_update,
-    local_workers,
     methods,
     on_mesh,
     place,
@@ -35,6 +34,7 @@ from decentjax import (
 from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.merging import neighbors, receivers, senders
 from decentjax.links import Links, Piece, Said
+from decentjax.placement import local_workers
 from train.config import DistributedConfig
 from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE

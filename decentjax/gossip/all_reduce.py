@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from decentjax._core.optimizer_state import common_keys
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.port import Record, ignore
-from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import (
     axis_of,
@@ -21,7 +20,7 @@ from decentjax.placement import (
 )
 from decentjax.state import WorkerState, strong
 from decentjax.train_step import check_not_donated
-from decentjax.updates import Adapt, Gradient, halves_of
+from decentjax.updates import Adapt, Gradient, Metrics, halves_of
 
 
 class AllReduce(Closing):

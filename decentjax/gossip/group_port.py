@@ -26,8 +26,8 @@ from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PartyPort
 from decentjax.gossip.port import Arrival
 from decentjax.links import Links, PeerProcess, Said
+from decentjax.methods import Wagma
 from decentjax.state import WorkerState
-from decentjax.wagma import Wagma
 
 JOIN_SECONDS = 10.0  # Wait for a mean of partners that are ahead.
 SUMS, FAREWELLS = 0, 1  # Channels of the links.

@@ -23,12 +23,11 @@ from decentjax.gossip.port import Record
 from decentjax.gossip.quorum import Quorum
 from decentjax.gossip.thread import Beside, check_beside
 from decentjax.links import Links, PeerProcess
-from decentjax.loss import Metrics
+from decentjax.methods import Wagma
 from decentjax.placement import place
 from decentjax.plan import Plan
 from decentjax.state import WorkerState
-from decentjax.updates import Adapt
-from decentjax.wagma import Wagma
+from decentjax.updates import Adapt, Metrics
 
 MOST_BEHIND = 10  # Steps: a model that is younger hardly moves an average.
 QUORUM_SECONDS = 0.05  # Between two looks for a quorum.

@@ -16,10 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
 from decentjax._core.slices import inside_worker, one_row
-from decentjax.loss import Metrics
 from decentjax.placement import axis_of, check_rows, over_workers
 from decentjax.state import WorkerState
-from decentjax.updates import Adapt
+from decentjax.updates import Adapt, Metrics
 
 NO_MESH = AbstractMesh((), ())
 

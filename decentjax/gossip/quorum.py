@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax._core.collectives import sum_dtype
+from decentjax._rounds.schedule import Schedule
 from decentjax.gossip.batches_read import Ledger
 from decentjax.gossip.layout import Rows, on_each_device
 from decentjax.gossip.merging import (
@@ -33,7 +34,6 @@ from decentjax.gossip.merging import (
 from decentjax.gossip.tally import NUM_COUNTS, Stream, Tally
 from decentjax.links import Links, Message, Said
 from decentjax.rounds import Count
-from decentjax.schedule import Schedule
 
 Weighting = Literal["tokens", "tokens_squared_per_step", "equal"]
 

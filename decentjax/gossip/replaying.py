@@ -23,12 +23,11 @@ from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.thread import Beside
 from decentjax.links import Message, Said
-from decentjax.loss import Metrics
+from decentjax.methods import Wagma
 from decentjax.placement import worker_mesh
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
-from decentjax.updates import Adapt
-from decentjax.wagma import Wagma
+from decentjax.updates import Adapt, Metrics
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""

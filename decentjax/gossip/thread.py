@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
+from decentjax._rounds.schedule import Fragment, Round
 from decentjax.compression import Compression, Leaves
 from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.port import Arrival, Port, Record, ignore
-from decentjax.loss import Metrics
 from decentjax.placement import (
     axis_of,
     check_mesh,
@@ -40,7 +40,6 @@ from decentjax.plan import (
 from decentjax.process import phases
 from decentjax.rounds import (
     Rounds,
-    RoundState,
     check_carried,
     count_batch,
     leaves_of,
@@ -49,10 +48,9 @@ from decentjax.rounds import (
     travelling,
     without_messages,
 )
-from decentjax.schedule import Fragment, Round
-from decentjax.state import WorkerState, strong
+from decentjax.state import RoundState, WorkerState, strong
 from decentjax.train_step import StepCount, check_not_donated
-from decentjax.updates import Adapt, init_of
+from decentjax.updates import Adapt, Metrics, init_of
 
 NewState = tuple[WorkerState, Metrics]
 

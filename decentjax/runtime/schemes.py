@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from decentjax._rounds.schedule import Schedule
 from decentjax.exchange import Exchange, Topology
 from decentjax.runtime.cluster import (
     Cluster,
@@ -22,7 +23,6 @@ from decentjax.runtime.cluster import (
     plans,
 )
 from decentjax.runtime.job import Job
-from decentjax.schedule import Schedule
 
 Instants = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 StepTimes = Callable[[int, np.ndarray, np.ndarray], Instants]

@@ -40,7 +40,8 @@ from benches.gpu.gpu_alone import (
 from benches.gpu.gpu_shared import runners
 from benches.runner import Runner
 from benches.train_steps import in_turns, our_step, plain_step, wrapped_step
-from decentjax import accum_adamw, local_update, overlap, simulate, topology
+from decentjax import local_update, overlap, simulate, topology
+from decentjax.optim import accum_adamw
 from tests import tiny
 from tests.checkout import ENV, ROOT
 from tests.gpus import compiled, gpu_mesh, shapes

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from decentjax import Exchange, Permutations, Topology, analysis, topology
+from decentjax import Topology, analysis, topology
 from decentjax.analysis import (
     compare,
     consensus_factor,
@@ -15,7 +15,7 @@ from decentjax.analysis import (
     stages,
     traffic,
 )
-from decentjax.exchange import apply, is_connected
+from decentjax.exchange import Exchange, Permutations, apply, is_connected
 from tests import oracles
 
 SIZES = (1, 2, 3, 5, 8, 12, 16)

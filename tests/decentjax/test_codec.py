@@ -14,7 +14,6 @@ from scipy import stats
 
 from decentjax import (
     AXIS,
-    Lowering,
     analysis,
     codec,
     decentralize,
@@ -37,6 +36,7 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Topology
+from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, replace
 from tests import hlo, oracles
 from tests.quadratics import CURVATURE, RATE, initial, model, run, targets

@@ -11,7 +11,6 @@ import pytest
 
 from decentjax import (
     decentralize,
-    exact_diffusion,
     gossip,
     init_state,
     local_update,
@@ -19,16 +18,16 @@ from decentjax import (
     on_mesh,
     over_workers,
     place,
-    quasi_global_momentum,
     simulate,
     topology,
     worker_mesh,
 )
 from decentjax.codec import bfloat16, int8
 from decentjax.compression import copies, error_feedback
+from decentjax.methods import Tracking
 from decentjax.mixing import Lowering
+from decentjax.optim import exact_diffusion, quasi_global_momentum
 from decentjax.rounds import Rounds, blend, replace
-from decentjax.tracking import Tracking
 from decentjax.updates import Gradient, LocalUpdate
 from tests import oracles
 from tests.plans import all_reduce, atc, awc

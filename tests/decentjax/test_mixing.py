@@ -15,22 +15,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Exchange,
-    Groups,
-    Lowering,
-    Permutations,
     Topology,
     analysis,
     consensus_distance,
-    global_mean,
     mix,
-    neighbor_allgather,
     over_workers,
     topology,
     worker_mesh,
 )
-from decentjax.exchange import permutes_of
-from decentjax.schedule import every
+from decentjax._rounds.schedule import every
+from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
+from decentjax.mixing import Lowering, global_mean, neighbor_allgather
 from decentjax.topology import matrices
 from tests import hlo
 

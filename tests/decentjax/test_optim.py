@@ -14,17 +14,19 @@ import pytest
 import decentjax
 from decentjax import (
     AXIS,
-    accum_adam,
-    accum_adamw,
     decentralize,
-    exact_diffusion,
     methods,
     mix,
     over_workers,
-    quasi_global_momentum,
-    scale_by_accum_adam,
     topology,
     worker_mesh,
+)
+from decentjax.optim import (
+    accum_adam,
+    accum_adamw,
+    exact_diffusion,
+    quasi_global_momentum,
+    scale_by_accum_adam,
 )
 from tests import hlo, oracles
 from tests.plans import atc, awc

@@ -14,7 +14,6 @@ from decentjax import (
     AXIS,
     Rounds,
     WorkerState,
-    accum_adam,
     codec,
     decentralize,
     init_state,
@@ -28,6 +27,7 @@ from decentjax import (
     wrap,
 )
 from decentjax.compression import copies, error_feedback
+from decentjax.optim import accum_adam
 
 ADAM = optax.adam(0.1)
 SENT = {0, 1, 2, 3, 5}  # All leaves of the model but the integer.

@@ -20,21 +20,24 @@ from decentjax import (
     gossip,
     init_state,
     local_update,
-    local_workers,
     methods,
-    name_workers,
     on_mesh,
     over_workers,
     place,
     simulate,
     stack,
-    stacked_shardings,
     topology,
     worker_mesh,
     wrap,
 )
 from decentjax.compression import error_feedback
-from decentjax.placement import axis_of, slices_of
+from decentjax.placement import (
+    axis_of,
+    local_workers,
+    name_workers,
+    slices_of,
+    stacked_shardings,
+)
 from decentjax.plan import schedule_of, worker_step
 from tests.plans import atc
 

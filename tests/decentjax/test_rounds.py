@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Lowering,
     WorkerState,
     decentralize,
     init_state,
@@ -32,15 +31,16 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax._rounds.schedule import Event, Round, every
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Background
 from decentjax.gossip.merging import check_whole
 from decentjax.gossip.quorum import count_examples
+from decentjax.methods import Tracking
+from decentjax.mixing import Lowering
 from decentjax.plan import schedule_of, worker_step
 from decentjax.rounds import Rounds, blend, default_mix, init_rounds, replace, send
-from decentjax.schedule import Event, Round, every
-from decentjax.tracking import Tracking
 from decentjax.train_step import TrainStep
 from tests import hlo, oracles
 from tests.quadratics import (
@@ -1136,7 +1136,7 @@ def test_steps_that_do_not_advance_by_one_are_said_once(steps, is_said, name):
         "rounds": Rounds(topology.ring(4), 3),
         "topology": graph,
         "one exchange": topology.ring(4),
-        "menu": policy.fixed(graph).menu,
+        "menu": policy.merged(graph, 100).menu,
     }[name]
     jit = lambda _: lambda state, batch: (state, {})  # noqa: E731
     train_step = TrainStep(bind(SGD), plan, jit, None)

@@ -12,18 +12,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from decentjax import (
     AXIS,
     Rounds,
-    accum_adam,
-    accum_adamw,
     codec,
     decentralize,
-    exact_diffusion,
     gossip,
     init_state,
     local_update,
     methods,
     on_mesh,
-    quasi_global_momentum,
-    scale_by_accum_adam,
     simulate,
     stack,
     topology,
@@ -31,6 +26,13 @@ from decentjax import (
     wrap,
 )
 from decentjax.compression import error_feedback
+from decentjax.optim import (
+    accum_adam,
+    accum_adamw,
+    exact_diffusion,
+    quasi_global_momentum,
+    scale_by_accum_adam,
+)
 
 RING, ADAM = topology.ring(4), optax.adam(0.1)
 PARAMS = {"w": jnp.ones((4, 2), jnp.bfloat16), "b": jnp.ones(2)}

@@ -23,7 +23,6 @@ from decentjax import (
     gossip,
     init_state,
     local_update,
-    local_workers,
     mean_model,
     mix,
     on_mesh,
@@ -35,6 +34,7 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
+from decentjax.placement import local_workers
 from decentjax.plan import schedule_of, worker_step
 from decentjax.updates import gradient
 from tests import hlo, oracles

@@ -35,13 +35,13 @@ from decentjax import (
     place,
     simulate,
     stack,
-    stacked_shardings,
     topology,
     worker_mesh,
     wrap,
 )
 from decentjax._core.lens import find_lens
 from decentjax.compression import error_feedback
+from decentjax.placement import stacked_shardings
 from tests import hlo
 from tests.checkout import ROOT
 from tests.parties import in_threads, party_of

@@ -13,21 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benches.__main__ import BENCHES
 from decentjax import (
     AXIS,
-    Exchange,
-    Groups,
-    Lowering,
-    Permutations,
     Rounds,
     Topology,
     __main__,
-    accum_adam,
     analysis,
     codec,
     compression,
     consensus_distance,
     decentralize,
-    exact_diffusion,
-    global_mean,
     gossip,
     init_state,
     local_update,
@@ -37,14 +30,16 @@ from decentjax import (
     over_workers,
     place,
     policy,
-    quasi_global_momentum,
     rounds,
-    schedule,
     simulate,
     topology,
-    tracking,
     worker_mesh,
 )
+from decentjax._rounds.schedule import every
+from decentjax.exchange import Exchange, Groups, Permutations
+from decentjax.methods import Tracking
+from decentjax.mixing import Lowering, global_mean
+from decentjax.optim import accum_adam, exact_diffusion, quasi_global_momentum
 from tests.pages import run_all
 from train.run.nonfinite import poison_gradient
 
@@ -281,7 +276,10 @@ CALLS = [
     (lambda: topology.from_edges([("a", "b")]), "node_labels_to_integers, got "),
     (lambda: analysis.compare(RING, RING), "got <Topology ring: .* as a list"),
     (lambda: analysis.compare(RING, -1), "a number above 0, got -1"),
-    (lambda: analysis.compare(policy.fixed(RING)), "got Policy; of a policy give its"),
+    (
+        lambda: analysis.compare(policy.merged(RING, 2)),
+        "got Policy; of a policy give its",
+    ),
     (lambda: analysis.plot(["ring"]), "wanted a Topology, such as .* got str"),
     (lambda: topology.from_edges([(0, 1, 2)]), r"such as \(0, 1\); .* got \["),
     (lambda: analysis.plot(RING, -1), "num_steps must be at least 0, got"),
@@ -357,7 +355,7 @@ CALLS = [
     (lambda: run(plan=DILOCO), "rounds need .*: make it by step.init.*, got tuple"),
     (lambda: run(plan=DILOCO.schedule), PLAN + "Schedule"),
     (
-        lambda: tracking.Tracking(RING, 2, outer=optax.sgd(0.7)),
+        lambda: Tracking(RING, 2, outer=optax.sgd(0.7)),
         "tracking averages whole models .* take merge=shift, no outer optimizer",
     ),
     (lambda: on_mesh(local, RING, None), "wanted a mesh, .* got NoneType; simulate"),
@@ -411,9 +409,9 @@ CALLS = [
     ),
     (lambda: Rounds(RING, 2, compression=codec.int8()), "wanted a Compression, .* Cod"),
     (lambda: rounds.blend(1.5), r"share must be in \[0, 1\], got 1.5"),
-    (lambda: schedule.every(LOST, 2), FUNCTION),
+    (lambda: every(LOST, 2), FUNCTION),
     (
-        lambda: schedule.every(RING, 2, delay=3),
+        lambda: every(RING, 2, delay=3),
         "merged after 3 steps, .* use a delay from 0 to 2",
     ),
     (
@@ -430,7 +428,7 @@ CALLS = [
         "learning_rate must be at least 0, go",
     ),
     (lambda: methods.noloco(4, momentum=1.5), r"momentum must be in \[0, 1\), got 1.5"),
-    (lambda: policy.fixed(LOST), FUNCTION),
+    (lambda: policy.merged(LOST, 2), FUNCTION),
     (lambda: policy.merged(LOST, 10), FUNCTION),
     (
         lambda: policy.damping(RING, lambda step: 2.0, 4)(0),

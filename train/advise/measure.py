@@ -13,23 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import (
-    AXIS,
-    Exchange,
-    Lowering,
-    Permutations,
-    Topology,
-    global_mean,
-    local_workers,
-    over_workers,
-    place,
-    runtime,
-    worker_mesh,
-)
+from decentjax import AXIS, Topology, over_workers, place, runtime, worker_mesh
 from decentjax.analysis import ring_all_reduce
+from decentjax.exchange import Exchange, Permutations
 from decentjax.gossip import host_mesh
 from decentjax.gossip.lowerings import CompiledMix, compiled_mix, fastest_mixes
 from decentjax.gossip.thread_port import in_lanes, lanes_of, mix_elsewhere
+from decentjax.mixing import Lowering, global_mean
+from decentjax.placement import local_workers
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
 from train.advise.rank import fitting

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from decentjax import GradientMean, Rounds, Topology, analysis, runtime
+from decentjax import Rounds, Topology, analysis, runtime
 from decentjax.codec import Codec
-from decentjax.plan import rounds_of
+from decentjax.plan import GradientMean, rounds_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
 from train.cli.config_json import changes

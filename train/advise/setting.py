@@ -7,7 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from decentjax import Plan, Topology, runtime
+from decentjax import Topology, runtime
+from decentjax.plan import Plan
 from decentjax.runtime import Cluster, Compute, Job, Times
 from train.config import TopologyConfig
 from train.network import (

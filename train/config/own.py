@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from decentjax import Plan
+from decentjax.plan import Plan
 from train.fields import place_of
 
 Make = Callable[[int], Plan]

@@ -16,9 +16,9 @@ from decentjax.compression import (
     drift,
     error_feedback,
 )
+from decentjax.methods import Tracking
 from decentjax.rounds import blend, cut_leaves, replace, shift
 from decentjax.topology import Topology
-from decentjax.tracking import Tracking
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
 from train.fields import checked

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentjax import Plan, Rounds
-from decentjax.plan import topology_of
+from decentjax import Rounds
+from decentjax.plan import Plan, topology_of
 from decentjax.topology import Permutations, Topology, matrices
 from train.config.checks import check_at_least
 from train.config.exchange_section import (

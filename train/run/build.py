@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from decentjax import (
     AXIS,
-    LossFn,
     TrainStep,
     WorkerState,
     gossip,
@@ -24,9 +23,8 @@ from decentjax import (
 )
 from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
-from decentjax.loss import Metrics, kinds
 from decentjax.topology import alone
-from decentjax.updates import LocalUpdate
+from decentjax.updates import LocalUpdate, LossFn, Metrics, kinds
 from train.config import BackgroundExchange, Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet

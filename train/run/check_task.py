@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax.dispersion import NORMS
-from decentjax.loss import check_call, kinds
+from decentjax.updates import check_call, kinds
 from train.cli.tables import counted
 from train.data.batches import Batch
 from train.run.nonfinite import QUARANTINED, poison_gradient

@@ -8,8 +8,7 @@ import numpy as np
 
 from decentjax import Rounds, WorkerState
 from decentjax.codec import as_permutations, num_bytes, of_leaf
-from decentjax.rounds import leaves_of
-from decentjax.schedule import Fragment, Schedule
+from decentjax.rounds import Fragment, Schedule, leaves_of
 from train.cli.tables import counted
 from train.config import Config
 from train.store.log import warn

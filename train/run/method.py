@@ -11,31 +11,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from decentjax import (
-    AXIS,
-    Exchange,
-    GradientMean,
-    Plan,
-    Rounds,
-    WorkerState,
-    gossip,
-    methods,
-    mix,
-    runtime,
-    stack,
-)
+from decentjax import AXIS, Rounds, WorkerState, gossip, methods, mix, runtime, stack
 from decentjax.codec import as_permutations
+from decentjax.exchange import Exchange
 from decentjax.mixing import is_mixed
-from decentjax.plan import schedule_of, warn_of_plan
+from decentjax.plan import Event, GradientMean, Plan, schedule_of, warn_of_plan
 from decentjax.policy import Policy
-from decentjax.schedule import Event, Schedule
+from decentjax.rounds import Schedule
 from decentjax.topology import Topology
 from decentjax.updates import LocalUpdate
 from train.config import (
     AutoExchange,
     BackgroundExchange,
     Config,
-    FixedPolicy,
     RoundsConfig,
     StepConfig,
 )
@@ -173,12 +161,11 @@ def _own(config: Config, task: Task | None) -> Method:
 def _chosen(config: Config, task: Task | None) -> Method:
     """Averages in every step, over the graphs of a policy."""
     graph, policy = config.topology.build(config.workers), build_policy(config)
-    is_fixed = isinstance(config.policy, FixedPolicy)
-    menu = graph if is_fixed else policy.menu
+    menu = graph if policy is None else policy.menu
     plan = menu if config.step.algorithm == "awc" else Rounds(menu)
     return dataclasses.replace(
         _every_step(config, task, plan, graph),
-        policy=None if is_fixed else policy,
+        policy=policy,
         first_graph=init_graph(config.policy),
     )
 

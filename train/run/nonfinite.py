@@ -9,9 +9,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import LossFn, WorkerState, over_workers
-from decentjax.loss import Metrics, check_loss
-from decentjax.updates import Gradient, LocalUpdate
+from decentjax import WorkerState, over_workers
+from decentjax.updates import Gradient, LocalUpdate, LossFn, Metrics, check_loss
 from train.cli.tables import say_workers
 
 Check = Callable[[WorkerState, int], None]

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
 from decentjax.gossip import Record
-from decentjax.loss import Metrics
 from decentjax.process import phases
+from decentjax.updates import Metrics
 from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
 from train.job.signals import Stopped

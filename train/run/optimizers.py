@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decentjax import (
+from decentjax.optim import (
     accum_adam,
     accum_adamw,
     exact_diffusion,

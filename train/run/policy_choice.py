@@ -23,8 +23,8 @@ from train.config import (
 from train.run.optimizers import build_schedule
 
 
-def build_policy(config: Config) -> policies.Policy:
-    """Returns the policy of a config, with all graphs that it may choose.
+def build_policy(config: Config) -> policies.Policy | None:
+    """Returns the policy of a config, with all graphs that it may choose, if any.
 
     Raises:
       ValueError: if its numbers do not fit the workers.
@@ -43,7 +43,7 @@ def build_policy(config: Config) -> policies.Policy:
             return policies.damping(topology, _factor(config, power))
         case MergedPolicy():
             return policies.merged(config.topology.build(workers), config.num_steps)
-    return policies.fixed(config.topology.build(workers))
+    return None
 
 
 class Chooser:

@@ -8,7 +8,8 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, local_workers
+from decentjax import WorkerState
+from decentjax.placement import local_workers
 from decentjax.updates import LocalUpdate
 from train.config import Config
 from train.job.peer_place import process_place

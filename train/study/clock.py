@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from decentjax import gossip, runtime
-from decentjax.schedule import every
+from decentjax import Rounds, gossip, runtime
 from decentjax.topology import butterfly_groups
 from train.config import (
     BackgroundExchange,
@@ -96,7 +95,8 @@ class Clock:
         match exchange:
             case PeerExchange():
                 _check_peers(exchange, method)
-                of_all = cluster, job, every(method.graph, 1, delay=1), count, seed
+                schedule = Rounds(method.graph, delay=1).schedule
+                of_all = cluster, job, schedule, count, seed
                 return simulate_peers(*of_all, patience=exchange.waits)
             case QuorumExchange():
                 return simulate_peers(

@@ -18,8 +18,8 @@ from decentjax.exchange import Exchange
 from decentjax.gossip import AutoPatience, MergeRecord, Taken
 from decentjax.gossip.merging import senders
 from decentjax.gossip.patience import Waits
+from decentjax.plan import Round, Schedule
 from decentjax.runtime import Cluster, Job, Times
-from decentjax.schedule import Round, Schedule
 
 # Kinds of events, in the order in which those of one moment happen: what arrives as a
 # worker is done may depend on this worker's next step, and is there for later ones.

@@ -13,20 +13,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decentjax import (
-    AXIS,
-    LossFn,
-    Plan,
-    WorkerState,
-    consensus_distance,
-    mean_model,
-    over_workers,
-)
+from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
 from decentjax.dispersion import measured, tensor_distances
-from decentjax.loss import Metrics
-from decentjax.plan import worker_step
+from decentjax.plan import Event, Plan, worker_step
 from decentjax.rounds import default_mix, receive, send
-from decentjax.schedule import Event
+from decentjax.updates import LossFn, Metrics
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import build_local, options_on
 from train.run.method import bind_mix, build_method

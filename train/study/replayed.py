@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax import WorkerState, gossip
-from decentjax.loss import Metrics
+from decentjax.updates import Metrics
 from train.config import Config, GroupExchange, PeerExchange, QuorumExchange
 from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.method import build_method

@@ -15,22 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, local_workers
+from decentjax import WorkerState
 from decentjax.analysis import traffic
 from decentjax.dispersion import NORMS, measures_of, tensor_names
-from decentjax.loss import Metrics
+from decentjax.placement import local_workers
+from decentjax.plan import Event
 from decentjax.process import phases
-from decentjax.schedule import Event
 from decentjax.topology import Topology, matrices
+from decentjax.updates import Metrics
 from train.cli.config_json import to_json
-from train.config import Config
+from train.config import Config, HoldingPolicy
 from train.data.batches import feed
 from train.run.build import build_state, build_steps
 from train.run.check_task import trace_task
 from train.run.method import Method, build_method
 from train.run.nonfinite import QUARANTINED, watch_of
 from train.run.optimizers import build_optimizer
-from train.run.policy_choice import build_policy, dispersion, epoch_of, is_measured
+from train.run.policy_choice import dispersion, epoch_of, is_measured
 from train.store.log import warn
 from train.study import programs
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
@@ -74,7 +75,7 @@ def train_seeds(
 def seeds_at_once(config: Config, num_seeds: int, at_once: int | None = None) -> int:
     """Returns how many seeds are trained together, of as many as fit into memory."""
     # Where the dispersion chooses the graph, each seed has its own.
-    return 1 if build_policy(config).measures else at_once or num_seeds
+    return 1 if isinstance(config.policy, HoldingPolicy) else at_once or num_seeds
 
 
 def draws_of(config: Config, seeds: range) -> Hashable:

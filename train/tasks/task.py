@@ -8,7 +8,7 @@ import grain
 import jax
 import numpy as np
 
-from decentjax import LossFn
+from decentjax.updates import LossFn
 from train.data.batches import Batch
 from train.tasks.sampling import Sampling
 
@@ -101,7 +101,7 @@ class Task(NamedTuple):
         without reading data. A typical shape, where steps differ in shape.
       steps: training data; the first call reads it.
       init: maps a key to (params, model_state) of one model.
-      loss_fn: see `decentjax.LossFn`.
+      loss_fn: see `decentjax.updates.LossFn`.
       validation: returns the held-out batches, of few shapes; can be iterated again.
       score_fn: maps (params, model_state, batch) to (sum, count) of each score; pure. A
         score is the sum over all batches divided by the count over all batches.

@@ -12,27 +12,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Exchange,
-    Groups,
-    Lowering,
-    Permutations,
     Rounds,
     Topology,
     WorkerState,
-    accum_adamw,
     codec,
     consensus_distance,
     decentralize,
     dispersion,
-    exact_diffusion,
-    global_mean,
     local_update,
     methods,
     mix,
-    quasi_global_momentum,
     topology,
 )
 from decentjax.compression import drift, error_feedback
+from decentjax.exchange import Exchange, Groups, Permutations
+from decentjax.mixing import Lowering, global_mean
+from decentjax.optim import accum_adamw, exact_diffusion, quasi_global_momentum
 from decentjax.plan import schedule_of, worker_step
 from tests.plans import all_reduce, awc
 

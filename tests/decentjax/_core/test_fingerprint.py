@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decentjax import (
-    check_one_model,
     gossip,
     init_state,
     local_update,
@@ -24,6 +23,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax._core.fingerprint import fingerprints
+from decentjax.placement import check_one_model
 from tests.checkout import ROOT
 from tests.parties import party_of
 

@@ -15,19 +15,18 @@ from optax import contrib
 from decentjax import (
     AXIS,
     decentralize,
-    exact_diffusion,
     gossip,
     init_state,
     local_update,
     methods,
     on_mesh,
     over_workers,
-    quasi_global_momentum,
     simulate,
     topology,
     worker_mesh,
 )
 from decentjax._core.optimizer_state import check_averageable, own_models
+from decentjax.optim import exact_diffusion, quasi_global_momentum
 from decentjax.plan import schedule_of, worker_step
 from decentjax.updates import check_averages_nothing
 from tests.plans import all_reduce, atc, awc

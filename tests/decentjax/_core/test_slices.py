@@ -12,17 +12,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
-    Exchange,
-    Groups,
-    Lowering,
-    Permutations,
     Rounds,
     Topology,
     codec,
     consensus_distance,
     decentralize,
     dispersion,
-    global_mean,
     init_state,
     local_update,
     mean_model,
@@ -35,6 +30,8 @@ from decentjax import (
     topology,
 )
 from decentjax.compression import copies, drift, error_feedback
+from decentjax.exchange import Exchange, Groups, Permutations
+from decentjax.mixing import Lowering, global_mean
 from decentjax.plan import schedule_of, worker_step
 from decentjax.topology import matrices
 from tests import hlo

@@ -85,7 +85,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 SCRIPT = """
 import json, os, socket, sys
 import jax, numpy as np
-from decentjax import distributed, local_workers, over_workers, place
+from decentjax import distributed, over_workers, place
+from decentjax.placement import local_workers
 
 number = int(os.environ.get("DECENTJAX_PROCESS_ID", "0"))
 socket.gethostname = lambda: "AB"[number % 2]
@@ -413,7 +414,9 @@ MEANS = """
 import os, sys
 import jax, numpy as np
 from jax.sharding import PartitionSpec
-from decentjax import Lowering, distributed, local_workers, mix, over_workers, place
+from decentjax import distributed, mix, over_workers, place
+from decentjax.mixing import Lowering
+from decentjax.placement import local_workers
 from decentjax import topology, worker_mesh
 
 if sys.argv[1] == "library":
@@ -532,7 +535,8 @@ wait
 ACROSS = """
 import sys
 import jax, numpy as np
-from decentjax import distributed, local_workers, over_workers, place
+from decentjax import distributed, over_workers, place
+from decentjax.placement import local_workers
 
 mesh = distributed.initialize(start_seconds=int(sys.argv[1]))
 own = place(np.float32(local_workers(mesh)), mesh)

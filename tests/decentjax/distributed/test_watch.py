@@ -410,7 +410,8 @@ def test_what_a_machine_sleeps_is_not_counted(tmp_path):
 SCRIPT = """
 import sys, time
 import jax, numpy as np, optax
-from decentjax import distributed, gossip, init_state, local_update, local_workers
+from decentjax import distributed, gossip, init_state, local_update
+from decentjax.placement import local_workers
 from decentjax import place, topology
 
 mesh = distributed.initialize(step_deadline=3)

@@ -20,9 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 from decentjax import (
     AXIS,
-    Lowering,
     Topology,
-    accum_adamw,
     gossip,
     init_state,
     local_update,
@@ -36,6 +34,8 @@ from decentjax import (
 from decentjax.gossip import pipeline
 from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.thread_port import Carrier
+from decentjax.mixing import Lowering
+from decentjax.optim import accum_adamw
 from tests.checkout import ENV, ROOT
 
 # Longer than any wait here should be, so that a deadlock is a failure.

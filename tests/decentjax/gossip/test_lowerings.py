@@ -7,16 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decentjax import (
-    AXIS,
-    Lowering,
-    mix,
-    over_workers,
-    place,
-    topology,
-    worker_mesh,
-)
+from decentjax import AXIS, mix, over_workers, place, topology, worker_mesh
 from decentjax.gossip import lowerings as tuning
+from decentjax.mixing import Lowering
 
 PAIRS = topology.butterfly_groups(8, 2)
 

@@ -19,6 +19,7 @@ from decentjax import (
     simulate,
     topology,
 )
+from decentjax._rounds.schedule import every
 from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import (
@@ -41,7 +42,6 @@ from decentjax.gossip.quorum import (
     weighted_mean,
 )
 from decentjax.links import Links, Piece, Said
-from decentjax.schedule import every
 from tests.contributions import Contributors, means
 from tests.parties import (
     LOCAL,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from decentjax import topology
+from decentjax._rounds.schedule import Round, Schedule, every
 from decentjax.exchange import Topology
 from decentjax.gossip import Peers, Quorum
 from decentjax.rounds import Rounds
-from decentjax.schedule import Round, Schedule, every
 from tests.contributions import Post, means
 from tests.parties import LOCAL, party_of
 

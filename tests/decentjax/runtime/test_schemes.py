@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decentjax import runtime, schedule, topology
+from decentjax import runtime, topology
+from decentjax._rounds import schedule
 from decentjax.analysis import traffic
 from decentjax.runtime import Cluster, Job, Times
 from decentjax.runtime.cluster import plans

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from decentjax import Lowering, runtime, topology, worker_mesh
+from decentjax import runtime, topology, worker_mesh
+from decentjax.mixing import Lowering
 from decentjax.runtime import Cluster
 from tests import tiny
 from tests.changes import changed

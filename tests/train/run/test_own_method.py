@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from decentjax import GradientMean, Rounds, topology
+from decentjax import Rounds, topology
+from decentjax.plan import GradientMean
 from tests import line
 from tests.changes import changed
 from tests.guide_method import OWN_METHOD

@@ -9,9 +9,9 @@ import pytest
 from benches import goodput
 from benches.goodput import WorkerFailures
 from decentjax import runtime, topology
+from decentjax._rounds.schedule import every
 from decentjax.gossip import AutoPatience
 from decentjax.runtime import Cluster, Job
-from decentjax.schedule import every
 from train.study.peer_clock import simulate_peers
 
 LATENCY = 2.0

@@ -4,30 +4,14 @@ Packed, the state has all that travels as its params, `(model, own values that t
 and the others beside the optimizer's state. So a step needs not know of them.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from decentjax._core.collectives import is_mixed
-from decentjax.loss import Metrics, kinds
-from decentjax.state import WorkerState, strong
-from decentjax.updates import LocalUpdate
-
-Values = dict[str, Any]
-"""Own values, by name; each a pytree of arrays."""
-
-
-class OwnState(NamedTuple):
-    """State of a worker whose plan has own values.
-
-    Args:
-      carried: state of the rounds.
-      values: the own values, by name.
-    """
-
-    carried: Any
-    values: Values
+from decentjax.state import OwnState, Values, WorkerState, strong
+from decentjax.updates import LocalUpdate, Metrics, kinds
 
 
 def first_values(plan: Any, params: Any) -> Values:

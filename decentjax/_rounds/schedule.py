@@ -7,15 +7,13 @@ jax.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from decentjax.exchange import Exchange, Topology, check_topology, check_whole
 
 Fragment = tuple[int, ...] | None
 """Leaves that are sent together, by number; None for all leaves."""
-Stacked = Mapping[int, int] | tuple[tuple[int, int], ...]
-"""How many rows each stacked leaf has, by its number."""
 
 
 class Round(NamedTuple):
@@ -168,29 +166,3 @@ def _check_fragments(fragments: Sequence[Sequence[int]], num_steps: int) -> None
             "fragments need leaves, by their numbers from 0, each leaf in one of them, "
             f"got {fragments}"
         )
-
-
-def check_cuts(fragments: Sequence[Sequence[int]], stacked: Stacked) -> None:
-    """Raises a ValueError for a stacked leaf that no fragment cuts."""
-    place, more = {n: p for p, part in enumerate(fragments) for n in part}, 0
-    for leaf, rows in dict(stacked).items():
-        numbers = range(leaf + more, leaf + more + rows)
-        more += rows - 1
-        if len({place.get(number) for number in numbers}) < 2:
-            raise ValueError(
-                f"the {rows} rows of the stacked leaf {leaf} are in one fragment, and "
-                "none cuts it: use more fragments, or leave it out of stacked"
-            )
-
-
-def place_of(stacked: Stacked, number: int) -> tuple[int, int | None]:
-    """The leaf of a model, and if that is stacked its row, by a number of fragments."""
-    more = 0
-    for leaf, rows in dict(stacked).items():
-        row = number - leaf - more
-        if row < 0:
-            break
-        if row < rows:
-            return leaf, row
-        more += rows - 1
-    return number - more, None

@@ -1,0 +1,1 @@
+"""Parts of rounds that no user imports."""
