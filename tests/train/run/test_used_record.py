@@ -32,10 +32,6 @@ def write(folder: Path, start: int, all_records) -> None:
             record.add(one)
 
 
-def num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
 @pytest.fixture
 def short(monkeypatch):
     """Tables of some 60 steps."""

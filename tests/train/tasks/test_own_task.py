@@ -409,10 +409,6 @@ def ring_of_one_more(num_workers):
     return topology.ring(num_workers + 1)
 
 
-def no_rate(num_steps):
-    return lambda step: "fast"
-
-
 def vector(num_steps):
     return lambda step: np.ones(3)
 
