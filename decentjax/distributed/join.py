@@ -66,7 +66,7 @@ def join(
     given_threads()  # Raises an error before others wait for this process.
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     meeting = rendezvous(place, run_dir, start_seconds)
-    with meeting as met, taking_over or contextlib.nullcontext():
+    with meeting as (bind, own_host), taking_over or contextlib.nullcontext():
         host, port = split_address(place.address)
         distributed.initialize(
             to_address(host, port),  # jax aborts on an IPv6 host without brackets.
@@ -75,10 +75,10 @@ def join(
             local_device_ids=own_gpus(place.local_id, num_devices),
             initialization_timeout=start_seconds,
             heartbeat_timeout_seconds=heartbeats,
-            coordinator_bind_address=met.address,
+            coordinator_bind_address=bind,
         )
     provide_cpu_devices(num_devices)
-    _listen_with_gloo(met.host)
+    _listen_with_gloo(own_host)
     number, count = place.process_id, place.num_processes
     if count > 1 or step_deadline is not None:  # No process waits for one alone.
         watch(step_deadline, number, count, client(), lambda: client() is None)

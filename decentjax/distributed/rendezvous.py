@@ -50,27 +50,15 @@ class Wait(NamedTuple):
         return max(0.1, self.end - time.monotonic())
 
 
-class Meeting(NamedTuple):
-    """Where a process of a job listens, once all have met.
-
-    Args:
-      address: address of the coordinator.
-      host: address of this process that the others reach, since they have reached
-        process 0 or, of process 0, this process by it. Its own name may be a loopback
-        address, as Debian maps it.
-    """
-
-    address: str
-    host: str
-
-
 @contextlib.contextmanager
 def rendezvous(
     place: JobPlace, run_dir: Path | None, seconds: float
-) -> Iterator[Meeting]:
+) -> Iterator[tuple[str, str]]:
     """Waits for all processes, and yields where this one listens.
 
-    No other job can claim the port before the context exits.
+    That is the address of the coordinator, and the host of this process by which it
+    reached process 0, or was reached: its own name may be a loopback address, as Debian
+    maps it. No other job can claim the port before the context exits.
 
     Args:
       place: place of this process.
@@ -84,7 +72,7 @@ def rendezvous(
     """
     wait = Wait(seconds, time.monotonic() + seconds)
     if place.process_id > 0:
-        yield Meeting(place.address, _join(place, run_dir, wait))
+        yield place.address, _join(place, run_dir, wait)
         return
     with _claim(place.address) as server:
         with _token(run_dir) as token:
@@ -94,7 +82,7 @@ def rendezvous(
             _warn_of_strangers(place.address)
         # It may listen at all addresses of its machine.
         own = min(reached, key=is_loopback, default=host)
-        yield Meeting(to_address(host, port), own)
+        yield to_address(host, port), own
 
 
 def _claim(address: str) -> socket.socket:

@@ -138,10 +138,7 @@ class _Run:
             lambda step: job.draw(step, cluster.num_workers, seed).tolist()
         )
         self._now, self._events = 0.0, list[tuple]()
-        # Of each worker: its life, whether it awaits models, and how often it has gone
-        # on, by which an event knows that its wait has ended otherwise.
         self._lives = [self._life(i) for i in workers]
-        self._awaits, self._goes = [False for _ in workers], [0 for _ in workers]
         self._training = set(workers)
         # By edge: the versions that are there, and the newest that was taken.
         self._there = collections.defaultdict[_Edge, list[int]](list)
@@ -158,9 +155,8 @@ class _Run:
         self._carry()
         while self._training:
             self._now = self._events[0][0]
-            for _, worker, goes in self._pop(WAKE):
-                if self._goes[worker] == goes:
-                    self._go_on(worker)
+            for _, worker in self._pop(WAKE):
+                self._go_on(worker)
             came = set()
             for _ in self._pop(FREE):
                 pass  # Below, its cards carry the next.
@@ -168,8 +164,7 @@ class _Run:
                 self._there[edge].append(step)
                 came.add(edge.receiver)
             for worker in sorted(came):
-                if self._awaits[worker]:
-                    self._go_on(worker)
+                self._go_on(worker)
             self._carry()
         records = [
             MergeRecord(step, worker, 0, tuple(models))
@@ -192,18 +187,15 @@ class _Run:
             self._push(arrives, ARRIVE, edge, step)
 
     def _go_on(self, worker: int) -> None:
-        """Lets a worker go on until it computes, waits, or is done."""
-        self._goes[worker] += 1
+        """Lets a worker go on, if it can, until it computes, waits, or is done."""
         until = next(self._lives[worker], None)
-        if until is None:
+        if until is not None:
+            self._push(until, WAKE, self._steps[worker][-1], worker)
+        elif worker in self._training:
             self._training.discard(worker)
             # Who waits for it waits no longer.
             for other in sorted(self._training):
-                if self._awaits[other]:
-                    self._push(self._now, WAKE, 0, other, self._goes[other])
-        else:
-            step = self._steps[worker][-1]
-            self._push(until, WAKE, step, worker, self._goes[worker])
+                self._push(self._now, WAKE, 0, other)
 
     def _life(self, worker: int) -> Iterator[float]:
         """All that a worker does; yields until when it computes, or waits at most."""
@@ -214,8 +206,8 @@ class _Run:
             start, compute = self._now, self._compute(step)[worker]
             if sends and delay:
                 self._send(worker, sends, step)
-            yield start + compute
-            computed = self._now
+            while (computed := self._now) < start + compute:
+                yield start + compute
             if sends and not delay:
                 self._send(worker, sends, step)
                 receives = sends
@@ -283,9 +275,7 @@ class _Run:
                 end = min(end, self._now + patience)
             if not left or self._now >= end:
                 break
-            self._awaits[worker] = True
             yield end
-            self._awaits[worker] = False
         if waits.measures and one.leaves == self._schedule.fragments[-1]:
             waits.add(found.get(edge, math.inf) - began for edge in edges)
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
@@ -270,9 +269,6 @@ def test_a_call_after_a_device_was_used_is_refused(call):
         ({"local_workers": 0}, "local_workers must be an integer of at least 1, got 0"),
         ({"local_workers": True}, "local_workers must be an integer of .*, got True"),
         ({"step_deadline": 0.5}, "step_deadline must be a Python number .*, got 0.5"),
-        ({"step_deadline": math.nan}, "step_deadline must be .*, got nan"),
-        ({"step_deadline": "60"}, "step_deadline must be .*, got '60'"),
-        ({"step_deadline": True}, "step_deadline must be .*, got True"),
         ({"start_seconds": 2}, "start_seconds must be an integer of at least 3, got 2"),
     ],
 )
