@@ -418,9 +418,7 @@ CALLS = [
         "a NamedSharding for each leaf of a model, got list",
     ),
     (
-        lambda: compression.error_feedback(codec.int8(), shards=[WHOLE]).check_leaves(
-            2
-        ),
+        lambda: compression.drift(codec.int8(), shards=[WHOLE]).check_leaves(2),
         "wanted a NamedSharding for each of the 2 leaves of the model, got 1",
     ),
     (lambda: Rounds(DILOCO), "wanted a Topology, .* got Rounds"),
