@@ -169,7 +169,8 @@ class Compression:
                 "drift works only with an outer optimizer, and requires one: got "
                 f"{self.kind.name} {'with' if has_anchor else 'without'} one"
             )
-        if is_drift and not all(map(_is_mean_of_all, exchanges)):
+        everyone = Groups((tuple(range(schedule.num_workers)),))
+        if is_drift and not exchanges <= {Exchange(everyone)}:
             raise ValueError(
                 "an outer optimizer with encoded models needs an anchor that all "
                 f"workers share, so means over all workers, unlike {schedule.name}: "
@@ -333,12 +334,6 @@ def _shardings(shards: Any) -> tuple[NamedSharding, ...] | None:
 
 def _each(codecs: Codecs) -> tuple[Codec, ...]:
     return (codecs,) if isinstance(codecs, Codec) else codecs
-
-
-def _is_mean_of_all(exchange: Exchange) -> bool:
-    between = exchange.between
-    is_one_group = isinstance(between, Groups) and len(between.members) == 1
-    return is_one_group and exchange.factor == 1
 
 
 class Coded(NamedTuple):

@@ -267,8 +267,7 @@ def test_sparse_loco_is_its_algorithm(where):
     ids=["squeeze", "choco", "diloco", "streaming", "late"],
 )
 def test_an_exact_codec_changes_nothing(how, encoded):
-    compression = encoded(codec.exact())
-    coded = with_compression(how, compression)
+    coded = with_compression(how, encoded(codec.exact()))
     got, wanted = run(coded, 4, 13), run(how, 4, 13)
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-12)
 
@@ -355,13 +354,11 @@ def train(how, num_steps, seed=0):
 @pytest.mark.parametrize("name", CODECS)
 def test_what_a_message_drops_is_sent_later(name, is_drift):
     """The mean of all models goes to the optimum as if nothing were dropped."""
-    one, encoded = CODECS[name], drift if is_drift else OF[name]
+    how, encoded = Rounds(RING), OF[name]
     if is_drift:
         how = Rounds(topology.complete(4), 2, outer=optax.sgd(1.0), merge=replace)
-    else:
-        how = Rounds(RING)
-    how = with_compression(how, encoded(one))
-    got, batch = train(how, 3000)
+        encoded = drift
+    got, batch = train(with_compression(how, encoded(CODECS[name])), 3000)
     error = np.abs(got.mean(0) - batch.mean(0)).max()
     assert error < 0.05 * np.abs(batch).max()
 
@@ -467,16 +464,14 @@ def test_a_complex_leaf_is_not_encoded():
             "have the codec's dtype and no shards",
         ),
         (
-            lambda: lossy(methods.local_sgd(topology.one_peer_ring(4), 2), copies),
+            lambda: lossy(Rounds(topology.one_peer_ring(4)), copies),
             "need a graph that never changes, .* has 2 exchanges",
         ),
         (lambda: lossy(methods.local_sgd(RING, 2), drift), "got drift without one"),
         (lambda: lossy(methods.diloco(4, 2)), "got error_feedback with one"),
         (lambda: lossy(methods.noloco(4, 2), drift), "means over all workers"),
         (
-            lambda: lossy(
-                methods.local_sgd(topology.hierarchical(4, 2, topology.ring), 2)
-            ),
+            lambda: lossy(Rounds(topology.hierarchical(4, 2, topology.ring))),
             "a codec needs exchanges of single workers, got nodes of 2",
         ),
     ],

@@ -396,8 +396,8 @@ CALLS = [
         "a NamedSharding for each leaf of a model, got list",
     ),
     (
-        lambda: compression.error_feedback(codec.int8(), shards=[WHOLE]).sharding(1),
-        "each leaf of a model, got 1, and the model has a leaf 1, counted from 0",
+        lambda: compression.drift(codec.int8(), shards=[WHOLE]).check_leaves(2),
+        "wanted a NamedSharding for each of the 2 leaves of the model, got 1",
     ),
     (lambda: Rounds(DILOCO), "wanted a Topology, .* got Rounds"),
     (lambda: Rounds(LOST), FUNCTION),
