@@ -92,10 +92,9 @@ def replay(
       >>> came = gossip.MergeRecord(0, 0, group=0, models=(gossip.Taken(1, 0, 0),))
       >>> none = gossip.MergeRecord(0, 1, group=0, models=())
       >>> run = topology.ring(2), "arrived", states, batches, [came, none]
-      >>> for worker, step, state, metrics in gossip.replay(local, *run):
-      ...     print(worker, step, state.params)
-      0 0 [[1. 1.]]
-      1 0 [[2. 2.]]
+      >>> after = {i: state for i, _, state, _ in gossip.replay(local, *run)}
+      >>> print(after[0].params, after[1].params)
+      [[1. 1.]] [[2. 2.]]
     """
     run = _Replay(plan, merge, records)
     if lives is None:
