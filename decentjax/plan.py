@@ -239,8 +239,9 @@ def first_state(
     workers: Sequence[int] | None = None,
 ) -> WorkerState:
     """Returns the initial state, as `init_state`, by the `init` of an optimizer."""
-    num_workers, extra = plan, ()
-    if not isinstance(plan, int):
+    if isinstance(plan, int):
+        num_workers, extra = plan, ()
+    else:
         check_plan(plan)
         num_workers, extra = plan.num_workers, init_carried(plan, params)
     if not hasattr(key, "dtype"):
