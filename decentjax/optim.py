@@ -124,10 +124,9 @@ def scale_by_accum_adam(
     """
     if isinstance(accum_steps, float):
         raise TypeError(f"accum_steps must be a whole number, got {accum_steps}")
-    if isinstance(accum_steps, int | np.integer) and accum_steps < 1:
-        raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
-
     is_fixed = isinstance(accum_steps, int | np.integer)
+    if is_fixed and accum_steps < 1:
+        raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
     adam: Any = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     def init_fn(params):
@@ -361,9 +360,8 @@ def decentralize(
         key = _key(seed, count, axis_name) if has_keys else count
         inner_state = first_keys(inner_state, count, axis_name)
         worker = WorkerState(params, inner_state, (), key, state.extra)
-        one_step = worker_step(
-            _given_gradient(inner, extra_args), plan, average, axis_name=axis_name
-        )
+        local = _given_gradient(inner, options)
+        one_step = worker_step(local, plan, average, axis_name=axis_name)
         if step is not None or is_one:
             event: Event | Turn = schedule[step or 0]
         else:
@@ -397,7 +395,7 @@ def _key(seed: int, count: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _given_gradient(
-    inner: optax.GradientTransformation, extra_args: dict[str, Any]
+    inner: optax.GradientTransformation, options: dict[str, Any]
 ) -> LocalUpdate:
     """The local update of a gradient that is given in the place of the batch.
 
@@ -408,10 +406,8 @@ def _given_gradient(
         return Gradient(grads, jnp.zeros([]), (), worker.key, {})
 
     def descend(found, worker, mixed):
-        options = extra_arguments(inner, **extra_args)
-        update, opt_state = inner.update(
-            found.grads, worker.opt_state, mixed, **options
-        )
+        given = found.grads, worker.opt_state, mixed
+        update, opt_state = inner.update(*given, **options)
         # Not of params: the optimizer's update is relative to the mixed model.
         target = optax.apply_updates(mixed, update)
         return worker._replace(params=target, opt_state=opt_state), {"u": update}

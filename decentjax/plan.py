@@ -31,10 +31,8 @@ from decentjax.rounds import (
     Mix,
     Rounds,
     check_carried,
-    check_rounds,
     count_batch,
     default_mix,
-    mix_workers,
     receive,
     send,
     travelling,
@@ -164,7 +162,13 @@ def rounds_of(plan: Plan) -> Rounds:
     Raises:
       TypeError: for another plan.
     """
-    return _every_step(plan) if isinstance(plan, Topology) else check_rounds(plan)
+    if isinstance(plan, Topology):
+        return _every_step(plan)
+    if not isinstance(plan, Rounds):
+        raise TypeError(
+            f"wanted Rounds, such as methods.diloco(8), got {type(plan).__name__}"
+        )
+    return plan
 
 
 @functools.lru_cache(maxsize=64)
@@ -319,12 +323,10 @@ def worker_step(
             "out count_tokens"
         )
     local = plan.adapt(local)
+    average = mix or default_mix(plan, shards)
     if plan.averages_models:
-        specs = None if shards is None else plan.pack_shards(shards)
-        average = mix or functools.partial(mix_workers, shards=specs)
         one = functools.partial(_model_step, local, average, plan.delay > 0)
     else:
-        average = default_mix(plan, shards) if mix is None else mix
         one = functools.partial(_round_step, local, plan, average, send, receive)
 
     def packed(

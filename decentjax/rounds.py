@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from decentjax._core.collectives import AxisName, is_mixed, sum_dtype
+from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.optimizer_state import check_averageable, check_no_own_model
 from decentjax._core.slices import over_shards
 from decentjax._rounds.leaves import (
@@ -379,15 +379,6 @@ def anchors(params: Any, carried: RoundState | OwnState) -> Any:
     return structure.unflatten(found)
 
 
-def check_rounds(rounds: Any) -> Rounds:
-    """Returns rounds, or raises a TypeError."""
-    if not isinstance(rounds, Rounds):
-        raise TypeError(
-            f"wanted Rounds, such as methods.diloco(8), got {type(rounds).__name__}"
-        )
-    return rounds
-
-
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     """The first state of a worker in rounds of its params."""
     wanted = dict(rounds.stacked)
@@ -565,9 +556,9 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
       ValueError: if shards are given here for encoded leaves, whose codec needs them.
     """
     compression = rounds.compression
+    if compression is None and shards is None:
+        return mix_workers
     if compression is None:
-        if shards is None:
-            return mix_workers
         if rounds.averages_models:  # As trees of params, not as leaves by number.
             return functools.partial(mix_workers, shards=rounds.pack_shards(shards))
         return functools.partial(_mix_shards, _specs(rounds, shards))
@@ -587,13 +578,8 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
     """Returns the averaging of encoded leaves over the axis of the workers."""
     average = functools.partial(compression.kind.average, codec=compression.codec)
 
-    def averaged(
-        coded: Any,
-        exchange: Exchange,
-        axis_name: AxisName | None = None,
-        **options: Any,
-    ) -> Any:
-        return average(coded, exchange, axis_name=axis_name or bound_axis(), **options)
+    def averaged(coded: Any, exchange: Exchange, axis_name: Any = None) -> Any:
+        return average(coded, exchange, axis_name=axis_name or bound_axis())
 
     return averaged
 
@@ -660,10 +646,8 @@ def leaves_of(rounds: Rounds, fragment: Fragment, params: Any) -> Leaves:
             f"has {count}; inside optax.masked, only those that it leaves count"
         )
 
-    def is_array(x: Any) -> bool:  # Or the shape of one.
-        return hasattr(x, "dtype")
-
-    arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
+    # Shapes stay what they are.
+    arrays = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in leaves]
     found = {n: at(arrays, *place_of(rounds.stacked, n)) for n in numbers}
     return {n: x for n, x in found.items() if is_mixed(x)}
 

@@ -37,7 +37,7 @@ from decentjax.placement import (
     over_workers,
     slices_of,
 )
-from decentjax.rounds import Rounds, check_rounds, mix_of
+from decentjax.rounds import Rounds, mix_of
 from decentjax.state import WorkerState
 
 
@@ -70,7 +70,6 @@ class Carrier(Port):
         record: Record | None = None,
     ):
         check_mesh(mesh)
-        check_rounds(rounds)
         schedule, self._lanes = rounds.schedule, lanes_of(mesh)
         axis = axis_of(mesh)
         if mesh.shape[axis] != schedule.num_workers:

@@ -1001,31 +1001,6 @@ def test_an_optimizer_that_averages_by_itself_is_refused(plan_of, wrap):
         _train(plan_of(graph), optimizer, 1)
 
 
-@pytest.mark.parametrize("wrong", [topology.ring, topology.ring(8)[0], "ring"])
-def test_what_is_no_plan_is_refused_by_name(wrong):
-    name = getattr(wrong, "__name__", type(wrong).__name__)
-    message = rf"wanted a plan: a topology, as topology.ring\(8\), .* got {name}; call"
-    local = _local(optax.sgd(0.1))
-    with pytest.raises(TypeError, match=message):
-        simulate(local, wrong)
-    with pytest.raises(TypeError, match=message):
-        on_mesh(local, wrong, worker_mesh(8))
-
-
-@EITHER_WAY
-def test_a_state_that_was_given_up_is_refused(simulated):
-    problem, graph, optimizer = _problem(4), topology.ring(4), optax.adam(0.1)
-    train_step = _placed(_local(optimizer), graph, simulated)
-    state = _start(problem, optimizer, 4)
-    if not simulated:
-        state = place(state, worker_mesh(4))
-    kept = jax.tree.map(jnp.copy, state)
-    train_step(state, problem.optima, 0)
-    with pytest.raises(ValueError, match=r"was donated to an earlier step: use t"):
-        train_step(state, problem.optima, 1)
-    train_step(kept, problem.optima, 1)
-
-
 OLD = "and {} was donated to an earlier step: use the state that it returned, or keep"
 SHARED = "each buffer of its state once, and {} and {} are the same array: copy one of"
 
