@@ -6,6 +6,7 @@ also the position in the data. Its manifest has the hash of each file: what is d
 is never taken for a checkpoint.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from decentjax import WorkerState
 from train.cli.config_json import as_fields
 from train.job.distributed import gather
 from train.plain_files import read_json
+from train.store.earlier import as_before, as_now
 from train.store.fits import (
     OTHER_STRUCTURE,
     MisfitError,
@@ -162,6 +164,18 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     Raises:
       MisfitError: if it is that of another model, optimizer or kind of random keys.
     """
+    try:
+        return _restore(path, state)
+    except MisfitError:
+        before = as_before(state)
+        if before is state:
+            raise
+        with contextlib.suppress(MisfitError):
+            return as_now(_restore(path, before))
+        raise
+
+
+def _restore(path: Path, state: WorkerState) -> WorkerState:
     check_fits(path / "state", state)
     try:
         with ocp.StandardCheckpointer() as reader, explained():
