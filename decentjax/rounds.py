@@ -29,6 +29,8 @@ from decentjax._core.optimizer_state import check_averageable, check_no_own_mode
 from decentjax._core.slices import over_shards
 from decentjax._rounds.leaves import (
     Stacked,
+    as_fragments,
+    as_stacked,
     at,
     check_cuts,
     cut_leaves,
@@ -210,11 +212,10 @@ class Rounds:
     stacked: Stacked = ()
 
     def __post_init__(self):
-        stacked = tuple(sorted(dict(self.stacked).items()))
+        stacked = as_stacked(self.stacked)
         object.__setattr__(self, "stacked", stacked)
         if self.fragments is not None:
-            fragments = tuple(tuple(leaves) for leaves in self.fragments)
-            object.__setattr__(self, "fragments", fragments)
+            object.__setattr__(self, "fragments", as_fragments(self.fragments))
         check_cuts(self.fragments or (), stacked)
         if self.outer is not None:
             check_optimizer(self.outer)
@@ -339,8 +340,13 @@ class Rounds:
         """The local update of packed states.
 
         Raises:
-          TypeError: if the plan has hooks, and the local update no halves.
+          TypeError: if it is none, or the plan has hooks and it has no halves.
         """
+        if not callable(local):
+            raise TypeError(
+                "wanted a local update, as local_update(loss_fn, optimizer), got "
+                f"{type(local).__name__}"
+            )
         if not self.has_hooks:
             return local
         halves = halves_of(local, f"the plan {type(self).__name__}")

@@ -1,6 +1,8 @@
 """Leaves of a model by number, with the rows of stacked leaves in their place."""
 
 import collections
+import operator
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,6 +92,37 @@ def stacked_rows(params: Any, numbers: Iterable[int]) -> dict[int, int]:
             f"layers, got {wrong}, and the shapes of the leaves are {shapes}"
         )
     return {number: shapes[number][0] for number in numbers}
+
+
+def as_fragments(fragments: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of each fragment's leaves as tuples.
+
+    Raises:
+      TypeError: if they are none.
+    """
+    try:
+        return tuple(tuple(map(operator.index, leaves)) for leaves in fragments)
+    except TypeError:
+        raise TypeError(
+            "fragments are the numbers of the leaves of each, such as [[0, 1], [2]], "
+            f"which rounds.cut_leaves returns, got {reprlib.repr(fragments)}"
+        ) from None
+
+
+def as_stacked(stacked: Any) -> tuple[tuple[int, int], ...]:
+    """Returns the number of rows of each stacked leaf as sorted pairs.
+
+    Raises:
+      TypeError: if they are none.
+    """
+    try:
+        pairs = dict(stacked).items()
+        return tuple(sorted((operator.index(n), operator.index(k)) for n, k in pairs))
+    except (TypeError, ValueError):
+        raise TypeError(
+            "stacked is the number of rows of each stacked leaf, such as {2: 12}, got "
+            f"{reprlib.repr(stacked)}"
+        ) from None
 
 
 def check_cuts(fragments: Sequence[Sequence[int]], stacked: Stacked) -> None:

@@ -128,7 +128,7 @@ def every(
         empty or shares a leaf with another, or the delay is longer than H.
     """
     check_topology(topology)
-    check_whole("num_steps", num_steps)
+    check_whole("the number of steps between rounds", num_steps)
     check_whole("delay", delay)
     if num_steps < 1:
         raise ValueError(

@@ -402,6 +402,12 @@ CALLS = [
     (lambda: Rounds(DILOCO), "wanted a Topology, .* got Rounds"),
     (lambda: Rounds(LOST), FUNCTION),
     (lambda: Rounds(RING, 2, outer=optax.sgd), OPTIMIZER),
+    (lambda: Rounds(RING, 2.5), "steps between rounds must be a whole number, got 2.5"),
+    (lambda: Rounds(RING, 4, fragments=2), r"such as \[\[0, 1\], \[2\]\], .* got 2"),
+    (lambda: Rounds(RING, 4, fragments=["w"]), r"numbers of the leaves .* got \['w'\]"),
+    (lambda: Rounds(RING, 4, stacked=[1]), r"such as \{2: 12\}, got \[1\]"),
+    (lambda: simulate(SGD, RING), "wanted a local update, .* got GradientTransf"),
+    (lambda: gossip.Background(3, RING, worker_mesh(4)), "local update, .* got int"),
     (lambda: Rounds(RING, 2, merge="shift"), r"such as rounds.shift or .* got 'shift'"),
     (
         lambda: Rounds(RING, 2, merge=rounds.blend),
@@ -422,7 +428,10 @@ CALLS = [
         lambda: methods.diloco(topology.ring(8)),
         r"num_workers must be a whole number, got <Topology.{0,60}$",
     ),
-    (lambda: methods.diloco(4, num_steps=2.5), "num_steps must be a whole number, got"),
+    (
+        lambda: methods.diloco(4, num_steps=2.5),
+        "steps between rounds must be a whole number",
+    ),
     (
         lambda: methods.diloco(4, learning_rate=-1),
         "learning_rate must be at least 0, go",
