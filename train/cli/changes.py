@@ -5,7 +5,6 @@
 
 import dataclasses
 import difflib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -15,7 +14,6 @@ from train.cli.meaning import ELSEWHERE, meant
 from train.cli.options import AS_OPTIONS
 from train.cli.read import from_options
 from train.cli.sections import (
-    EARLIER,
     KINDS,
     OWN,
     full_name,
@@ -26,7 +24,7 @@ from train.config import Config
 from train.fields import place_of
 
 # FIELD=VALUE of a config, each; on the command line it is --FIELD VALUE.
-Changes = Annotated[tuple[str, ...], tyro.conf.Suppress]
+Changes = Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress]
 # These have no effect beside a schedule of the user's own.
 RATES = tuple(
     f"optimizer.{name}"
@@ -55,27 +53,15 @@ def take_fields(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
     """
     rest: list[str] = []
     fields: dict[str, list[str]] = {}
-    values, old = rest, []
+    values = rest
     for option in options:
         name, equals, value = option.removeprefix("--").partition("=")
         is_option, name = option.startswith("--"), full_name(name)
-        if is_option and name == "change":
-            values = old
-            values += [value] if equals else []
-        elif is_option and _is_field(name):
+        if is_option and _is_field(name):
             values = fields[name] = [value] if equals else []
         else:
             values = rest if is_option else values
             values.append(option)
-    for change in old:
-        field, value = parted(change)
-        shown = f'"{value}"' if " " in value else value
-        print(
-            f"warning: --change {change} is --{field} {shown} now; the next version "
-            "will not read it",
-            file=sys.stderr,
-        )
-        fields[full_name(field)] = [value]
     return rest, fields
 
 
@@ -131,7 +117,7 @@ def parted(change: str) -> tuple[str, str]:
     field, equals, value = change.partition("=")
     if not (field and equals):
         raise ValueError(
-            "--change takes FIELD=VALUE, as optimizer.learning-rate=1e-3, got "
+            "a change is FIELD=VALUE, such as optimizer.learning-rate=1e-3, got "
             f"{change!r}"
         )
     return field, value
@@ -175,7 +161,7 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     schedule = config.optimizer.schedule
     values = {full_name(field): value for field, value in values.items()}
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
-    sections = {*KINDS, *EARLIER, *OWN}
+    sections = {*KINDS, *OWN}
     values = {field: value for field, value in values.items() if field not in sections}
     for field, value in values.items():
         now = check_field(config, field, prog or f"--{field}")
@@ -206,6 +192,8 @@ def check_field(config: Config, field: str, prog: str) -> Any:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {near[0]} in place of {name}?" if near else ""
+            if not names:
+                hint = f"did you mean --{field.rpartition('.')[0]}?"
             if (same := meant(field)) in FIELDS:
                 hint = f"did you mean {same}?"
             raise ValueError(

@@ -7,7 +7,6 @@ kind the options that it has.
 import copy
 import dataclasses
 import itertools
-import sys
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -34,9 +33,6 @@ ALIASES = {
 
 # Own functions, FILE.py:NAME, by what the option is called.
 OWN = {"method": "method", "topology": "topology.make"}
-
-# Of version 0.2: --exchange.where peers is --exchange peers now.
-EARLIER = {"exchange.where": "exchange", "policy.name": "policy"}
 
 if typing.TYPE_CHECKING:
     ExchangeName = PolicyName = str  # A type checker cannot read the names.
@@ -188,13 +184,6 @@ def _split(options: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     chosen, rest, left = {}, [], iter(options)
     for option in left:
         name, equals, value = option.removeprefix("--").partition("=")
-        if option.startswith("--") and name in EARLIER:
-            print(
-                f"warning: {option} is --{EARLIER[name]} now; the next version will "
-                "not read it",
-                file=sys.stderr,
-            )
-            name = EARLIER[name]
         if option.startswith("--") and (name in KINDS or name in OWN):
             chosen[name] = value if equals else next(left, "")
         else:

@@ -26,7 +26,6 @@ from train.config import (
     PeerExchange,
     QuorumExchange,
     StepConfig,
-    ThinningPolicy,
     TopologyConfig,
 )
 from train.run.method import build_method
@@ -57,17 +56,6 @@ def test_a_name_gives_a_section_its_kind_and_its_options():
     # That of the config keeps its fields.
     own = changed(RING, exchange=PeerExchange(patience=3.0))
     assert take_sections(own, ["--exchange", "peers"])[0] == own
-
-
-def test_the_options_of_version_0_2_are_read_with_a_warning(capsys):
-    given = ["--exchange.where", "peers", "--policy.name=thinning", "--seed", "1"]
-    config, rest = take_sections(RING, given)
-    assert (config.exchange, config.policy) == (PeerExchange(), ThinningPolicy())
-    assert rest == ["--seed", "1"]
-    assert with_fields(RING, {"exchange.where": "peers"}).exchange == PeerExchange()
-    first, second, _ = capsys.readouterr().err.splitlines()
-    assert first.startswith("warning: --exchange.where is --exchange now; ")
-    assert second.startswith("warning: --policy.name=thinning is --policy now; ")
 
 
 def test_a_learning_rate_alone_is_that_of_the_optimizer():

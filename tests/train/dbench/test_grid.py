@@ -150,7 +150,7 @@ def test_a_graph_that_a_scale_cannot_have_is_a_row():
             "--scaling sqrt sets the learning rate",
         ),
         ({"seeds": 0}, "seeds must be at least 1"),
-        ({"change": ("data.skew",)}, "--change takes FIELD=VALUE"),
+        ({"change": ("data.skew",)}, "a change is FIELD=VALUE"),
         (
             {"change": ("topology.name=ring", "exchange=peers")},
             "all workers of a grid train in lockstep",

@@ -60,15 +60,6 @@ def test_what_a_worker_took_is_all_but_its_waits():
     assert math.isnan(was.loss)
 
 
-def test_the_older_form_of_a_field_is_read_with_a_warning(capsys):
-    options = ["a", "--change", "data.skew=dirichlet 0.1", "--change=lr=1", "--trust"]
-    rest, fields = take_fields(options)
-    assert rest == ["a", "--trust"]
-    assert fields == {"data.skew": ["dirichlet 0.1"], "optimizer.learning-rate": ["1"]}
-    said = capsys.readouterr().err
-    assert '--change data.skew=dirichlet 0.1 is --data.skew "dirichlet 0.1" now' in said
-
-
 def test_fields_with_several_values_are_taken_out_of_a_command_line():
     rest, varied = take_fields(
         [
