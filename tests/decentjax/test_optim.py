@@ -11,12 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-import decentjax
 from decentjax import (
     AXIS,
     decentralize,
     methods,
     mix,
+    optim,
     over_workers,
     topology,
     worker_mesh,
@@ -813,7 +813,7 @@ TRANSFORMATIONS = {
 
 
 def test_all_transformations_are_known_here():
-    public = {name: getattr(decentjax, name) for name in decentjax.__all__}
+    public = {name: getattr(optim, name) for name in optim.__all__}
     found = [
         name
         for name, one in public.items()

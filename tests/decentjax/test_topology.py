@@ -812,7 +812,7 @@ def test_a_config_can_name_each_graph():
 
 
 def test_topologies_and_their_costs_import_no_jax():
-    names = "Exchange, Topology, analysis, runtime, topology"
+    names = "Topology, analysis, exchange, runtime, topology"
     program = f"import sys; from decentjax import {names}; print('jax' in sys.modules)"
     env = os.environ | {"PYTHONPATH": str(pathlib.Path(decentjax.__file__).parents[1])}
     run = [sys.executable, "-c", program]

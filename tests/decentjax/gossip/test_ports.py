@@ -49,6 +49,16 @@ def test_a_port_through_a_folder_has_the_numbers_of_the_simulation(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_takes_leaves_of_any_dtype_and_shape(tmp_path):
+    port = folder_port(tmp_path, topology.ring(2), [0])
+    model = {0: np.arange(6, dtype=jnp.bfloat16).reshape(2, 3), 2: np.float32(0.5)}
+    port.send("x", 1, 0, model)
+    found = port.take("x", 1, 0, {n: 0 * x for n, x in model.items()})
+    for n, x in model.items():
+        assert found[n].dtype == x.dtype
+        np.testing.assert_array_equal(found[n], x)
+
+
 @EACH_PLAN
 @EACH_N
 @pytest.mark.draw(5)

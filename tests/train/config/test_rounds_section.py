@@ -227,7 +227,7 @@ def test_rounds_of_no_sense_are_refused(changes, words):
 )
 def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate):
     found = RoundsConfig(**changes).build(complete(3)).compression
-    assert (found.kind.name, found.rate) == (of, rate)
+    assert (found.kind.name, found.rate_of(0)) == (of, rate)
 
 
 @pytest.mark.parametrize(
