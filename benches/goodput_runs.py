@@ -54,11 +54,11 @@ def time_to_loss(calm: GoodputRun, killed: GoodputRun) -> float:
     return killed.times[reached[0]] / at if reached.size else math.inf
 
 
-Found = Mapping[str, tuple[GoodputRun, GoodputRun]]
+FoundRuns = Mapping[str, tuple[GoodputRun, GoodputRun]]
 """By method, a run without failures, and one with them."""
 
 
-def draw_goodput(found: Found) -> Figure:
+def draw_goodput(found: FoundRuns) -> Figure:
     """Draws losses by time, and the simulated goodput as failures become frequent."""
     figure, cells = grid(2, 2, 10, 7)
     *axes, last = cells.flat

@@ -24,7 +24,7 @@ MaybeRate = Annotated[str | None, tyro.conf.arg(metavar="25gbit")]
 Rates = Annotated[tuple[str, ...], tyro.conf.arg(metavar="200mbit [200mbit ...]")]
 Time = Annotated[str, tyro.conf.arg(metavar="65ms")]
 MaybeTime = Annotated[str | None, tyro.conf.arg(metavar="65ms")]
-Count = Annotated[str, tyro.conf.arg(metavar="65M")]
+ParamCount = Annotated[str, tyro.conf.arg(metavar="65M")]
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 

@@ -27,7 +27,7 @@ UPDATE, COPY = "AccumAdamW's update alone", "copy"
 # Measured in several processes.
 SHARED = COMPUTE, EXCHANGE, BOTH = ("computing", "exchanging", "both at once")
 
-Seconds = dict[str, float]
+StepSeconds = dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class GpuTiming:
     copied_bytes: float
     update_bytes: float
     compiled_bytes: float
-    seconds: Seconds
+    seconds: StepSeconds
 
 
 def main(bench: GpuBench) -> int:
@@ -124,7 +124,7 @@ def main(bench: GpuBench) -> int:
     return 0
 
 
-def table(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
+def table(bench: GpuBench, result: GpuTiming, shared: StepSeconds) -> str:
     """Returns Markdown: the steps, the update, and the processes that share the GPU."""
     seconds = result.seconds
     head = [
@@ -158,7 +158,7 @@ def table(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
     return "\n".join([markdown(head, rows), "", update, *last])
 
 
-def shared_sentence(processes: int, seconds: Seconds) -> str:
+def shared_sentence(processes: int, seconds: StepSeconds) -> str:
     """Returns how much of the exchange over the host the processes hide."""
     compute, exchange, both = (seconds[name] for name in SHARED)
     # 30 ms and 40 ms alone, 50 ms together: 20 of the 40 ms are hidden, of at most 30.
@@ -172,12 +172,12 @@ def shared_sentence(processes: int, seconds: Seconds) -> str:
     )
 
 
-def slowest(each: list[Seconds]) -> Seconds:
+def slowest(each: list[StepSeconds]) -> StepSeconds:
     """Returns the longest seconds of all processes, by name."""
     return {name: max(seconds[name] for seconds in each) for name in SHARED}
 
 
-def _shared(bench: GpuBench) -> Seconds:
+def _shared(bench: GpuBench) -> StepSeconds:
     """Runs the processes that share the device, and returns the slowest.
 
     Raises:
@@ -205,6 +205,6 @@ def _take_json(path: Path) -> Any:
     return value
 
 
-def _write(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
+def _write(bench: GpuBench, result: GpuTiming, shared: StepSeconds) -> str:
     facts = {"bench": bench, **dataclasses.asdict(result), "shared": shared}
     return write_results(bench.out, "gpu", facts, table(bench, result, shared))

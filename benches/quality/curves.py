@@ -19,7 +19,7 @@ from train.study.tune import half
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Task
 
-Values = Mapping[str, str]
+Settings = Mapping[str, str]
 """Values of fields such as "optimizer.learning-rate", as on the command line."""
 
 
@@ -97,7 +97,7 @@ def first_at(loss: float, horizons: Sequence[float], runs: Sequence[Curve]) -> f
 
 
 def tuning_loss(
-    path: Path, values: Values, horizon: float, seed: int, out: Path
+    path: Path, values: Settings, horizon: float, seed: int, out: Path
 ) -> float:
     """Returns the final held-out loss of one seed in the simulator.
 
@@ -126,7 +126,7 @@ def tuning_loss(
 
 
 def simulated(
-    path: Path, values: Values, horizon: float, seeds: range, out: Path
+    path: Path, values: Settings, horizon: float, seeds: range, out: Path
 ) -> Curve:
     """A run of all seeds in the simulator.
 
@@ -143,14 +143,14 @@ def simulated(
     return _curve(config, task, _trained(config, task, seeds, name, out))
 
 
-def with_values(path: Path, values: Values, horizon: float) -> Config:
+def with_values(path: Path, values: Settings, horizon: float) -> Config:
     """The config of a file with some values, and a multiple of its steps."""
     config = load_config(path)
     num_steps = str(round(horizon * config.num_steps))
     return with_fields(config, {**values, "num-steps": num_steps}, prog="--tune")
 
 
-def name_of(values: Values) -> str:
+def name_of(values: Settings) -> str:
     """Values as a part of a file's name: a method always has the same fields."""
     return "-".join(values.values())
 

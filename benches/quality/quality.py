@@ -27,7 +27,7 @@ from benches.quality.compared import (
 )
 from benches.quality.curves import (
     Curve,
-    Values,
+    Settings,
     first_at,
     simulated,
     tuning_loss,
@@ -266,8 +266,8 @@ def steps_to_goal(quality: Quality, race: QualityResults) -> list[dict[str, Any]
 
 
 def searched(
-    grid: Grid, config: Config, loss: Callable[[Values], float]
-) -> tuple[Values, str]:
+    grid: Grid, config: Config, loss: Callable[[Settings], float]
+) -> tuple[Settings, str]:
     """Returns the best values of a search, and what a table says of them.
 
     Args:
@@ -303,7 +303,7 @@ class Runs:
         self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
 
     @functools.cache  # noqa: B019  It lives as long as the race.
-    def chosen(self, method: ComparedMethod) -> tuple[Values, str]:
+    def chosen(self, method: ComparedMethod) -> tuple[Settings, str]:
         """The best values of a method, and what a table says of them."""
         grid = self._quality.grid(method)
         if not grid.fields:
@@ -313,7 +313,7 @@ class Runs:
         start = load_config(method.tuned(self._configs))
         return searched(grid, start, functools.partial(self._tuning_loss, method))
 
-    def _tuning_loss(self, method: ComparedMethod, values: Values) -> float:
+    def _tuning_loss(self, method: ComparedMethod, values: Settings) -> float:
         if method.losses == SIMULATED or method.like:
             path, seed = method.tuned(self._configs), self._seeds.stop
             return tuning_loss(path, values, self._first, seed, self._out)
@@ -364,7 +364,7 @@ class Runs:
         self,
         method: ComparedMethod,
         setting: NetworkSetting | None,
-        values: Values,
+        values: Settings,
         horizon: float,
     ) -> Curve:
         is_late = setting is not None and setting.late

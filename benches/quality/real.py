@@ -10,7 +10,7 @@ import numpy as np
 
 from benches.logged import run_logged
 from benches.quality.compared import ComparedMethod
-from benches.quality.curves import Curve, Values, name_of, with_values
+from benches.quality.curves import Curve, Settings, name_of, with_values
 from benches.quality.seconds import NetworkSetting
 from train.config import Config
 from train.job.namespaces import INTERFACE
@@ -23,7 +23,7 @@ def real(
     path: Path,
     setting: NetworkSetting | None,
     delay: float,
-    values: Values,
+    values: Settings,
     horizon: float,
     out: Path,
 ) -> Curve:
@@ -69,7 +69,7 @@ def as_curve(rows: list[dict[str, Any]], num_steps: int) -> Curve:
 
 
 def _train(
-    method: ComparedMethod, path: Path, config: Config, delay: float, values: Values
+    method: ComparedMethod, path: Path, config: Config, delay: float, values: Settings
 ) -> list[str]:
     """The module and the arguments of each worker."""
     fields = {**values, "num-steps": str(config.num_steps)}

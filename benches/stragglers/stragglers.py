@@ -31,7 +31,7 @@ from train.job.namespaces import EmulatedCluster, Nodes
 from train.network import Rate, rate
 from train.store.timeline import middle_steps
 
-Results = list[tuple[EmulatedCluster, list[Delayed]]]
+ClusterResults = list[tuple[EmulatedCluster, list[Delayed]]]
 
 METHODS = (
     COMPUTE,
@@ -94,7 +94,7 @@ class Stragglers:
 
 def main(stragglers: Stragglers) -> int:
     stragglers.out.mkdir(parents=True, exist_ok=True)
-    results: Results = []
+    results: ClusterResults = []
     text = ""
     for name in stragglers.clusters:
         cluster = parse_cluster(name, stragglers.rate)
@@ -185,7 +185,7 @@ def _simulate(
     return runtime.background(cluster, job, graph, num_steps, num_buckets=num_layers)
 
 
-def _write(stragglers: Stragglers, results: Results) -> str:
+def _write(stragglers: Stragglers, results: ClusterResults) -> str:
     drawn, tables, clusters = {}, [], {}
     for cluster, delayed in results:
         name = f"{cluster.nodes} nodes x 1, {cluster.rate}"

@@ -13,8 +13,8 @@ from decentjax.runtime import Cluster, Compute, Job, Times
 from train.config import TopologyConfig
 from train.network import (
     ClusterSpec,
-    Count,
     MaybeRate,
+    ParamCount,
     Rate,
     Time,
     count,
@@ -145,7 +145,7 @@ class Flags:
     sigma: float | None = None
     late_workers: int = 0
     late_by: Time = "0s"
-    params: Count
+    params: ParamCount
     bytes_per_param: float = 4.0
     forward_share: float | None = None
     overlap: Overlap = "in_step"

@@ -22,7 +22,7 @@ from train.chaos.jobs import (
     module,
     saved,
 )
-from train.chaos.planted import Hang, Order, give, plant, taken
+from train.chaos.planted import ChaosOrder, Hang, give, plant, taken
 from train.job.namespaces import Nodes
 from train.store.checkpoints import find_checkpoints
 from train.store.manifest import MANIFEST, OTHERS
@@ -180,7 +180,7 @@ def stall(bench: Bench, name: str, draw: random.Random) -> float:
 
 
 def _ordered(
-    bench: Bench, name: str, draw: random.Random, job: JobUnderTest, order: Order
+    bench: Bench, name: str, draw: random.Random, job: JobUnderTest, order: ChaosOrder
 ) -> int:
     """Orders a process to hang, and returns its number once it does."""
     process = draw.randrange(bench.processes)
@@ -196,7 +196,7 @@ def stuck(bench: Bench, name: str, draw: random.Random) -> float:
     phase, how = draw.choice(STUCK_IN), draw.choice(get_args(Hang))
     with _restarting(bench, name) as job:
         job.reach(_middle(bench, draw))
-        process = _ordered(bench, name, draw, job, Order(phase, 1e6, how=how))
+        process = _ordered(bench, name, draw, job, ChaosOrder(phase, 1e6, how=how))
         seconds = job.says(AGAIN)
         output = job.end(0)
     late = "gives no sign" if how == "locked" else f"is late: {phase}, step"
@@ -210,7 +210,7 @@ def slow(bench: Bench, name: str, draw: random.Random) -> float:
     bench = bench.planted(name)
     with _restarting(bench, name) as job:
         job.reach(_middle(bench, draw))
-        process = _ordered(bench, name, draw, job, Order("reading", SLOW_SECONDS))
+        process = _ordered(bench, name, draw, job, ChaosOrder("reading", SLOW_SECONDS))
         output = job.end(0)
     _check_words(output, f"others wait: process {process} is late: reading")
     bench.check_saved(bench.out / name)

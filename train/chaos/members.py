@@ -13,7 +13,7 @@ import numpy as np
 
 from train.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
 from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
-from train.chaos.planted import Order, SketchedModel, give, models, taken
+from train.chaos.planted import ChaosOrder, SketchedModel, give, models, taken
 from train.store.checkpoints import find_checkpoints
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
@@ -146,7 +146,7 @@ class _Fault:
         if self._name in ("stuck", "slow"):
             seconds = SLOW_SECONDS if self._name == "slow" else 1e6
             began = taken(self._orders, target)
-            give(self._orders, target, Order("reading", seconds))
+            give(self._orders, target, ChaosOrder("reading", seconds))
             job.until(lambda: taken(self._orders, target) != began, "hang")
         before, at = models(self._orders, target)[-1], time.time()
         named = job.output.count(f"process {target} is late: ")

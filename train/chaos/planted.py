@@ -40,7 +40,7 @@ config = dataclasses.replace(config, on_step=on_step)
 """
 
 
-class Order(NamedTuple):
+class ChaosOrder(NamedTuple):
     """What a process is to do.
 
     Args:
@@ -87,7 +87,7 @@ def plant(config: str, folder: Path, path: Path) -> Path:
     return path
 
 
-def give(folder: Path, process: int, order: Order) -> None:
+def give(folder: Path, process: int, order: ChaosOrder) -> None:
     """Orders a process to hang, once."""
     _write(folder / f"order-{process}", order)
 
@@ -132,14 +132,14 @@ def obey(folder: str) -> None:
     def note_and_obey(phase: str, step: int | None = None) -> None:
         note(phase, step)
         if order.exists():
-            what = Order(*json.loads(order.read_text()))
+            what = ChaosOrder(*json.loads(order.read_text()))
             if phase == what.phase and phases.now().step >= what.step:
                 _hang(what, order)
 
     phases.note = note_and_obey
 
 
-def _hang(order: Order, path: Path) -> None:
+def _hang(order: ChaosOrder, path: Path) -> None:
     path.unlink()
     now = time.time(), phases.now().step
     _write(path.with_name(path.name.replace("order", "taken")), now)

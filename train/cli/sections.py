@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from train.cli.load import load_function
-from train.config import Config, ExchangeSection, Policy
+from train.config import Config, ExchangeSection, PolicySection
 from train.fields import nearest, place_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "exchange": {kind.name: kind for kind in typing.get_args(ExchangeSection)},
-    "policy": {kind.name: kind for kind in typing.get_args(Policy)},
+    "policy": {kind.name: kind for kind in typing.get_args(PolicySection)},
 }
 
 # What fields are called elsewhere, alone or with their section.

@@ -31,7 +31,7 @@ from train.config.policy_section import (
     FixedPolicy,
     HoldingPolicy,
     MergedPolicy,
-    Policy,
+    PolicySection,
     ThinningPolicy,
 )
 from train.config.rounds_section import (
@@ -63,7 +63,7 @@ __all__ = [
     "MergedPolicy",
     "OptimizerConfig",
     "PeerExchange",
-    "Policy",
+    "PolicySection",
     "QuorumExchange",
     "RoundsConfig",
     "StepConfig",

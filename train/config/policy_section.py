@@ -84,4 +84,6 @@ class MergedPolicy:
     name: ClassVar[str] = "merged"
 
 
-Policy = FixedPolicy | ThinningPolicy | HoldingPolicy | DampingPolicy | MergedPolicy
+PolicySection = (
+    FixedPolicy | ThinningPolicy | HoldingPolicy | DampingPolicy | MergedPolicy
+)

@@ -34,7 +34,7 @@ from train.config.parts import (
     StepConfig,
     StragglerConfig,
 )
-from train.config.policy_section import FixedPolicy, Policy
+from train.config.policy_section import FixedPolicy, PolicySection
 from train.config.rounds_section import RoundsConfig
 from train.fields import checked, place_of
 from train.tasks.task import TaskOptions
@@ -85,7 +85,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    policy: Policy = field(default_factory=FixedPolicy)
+    policy: PolicySection = field(default_factory=FixedPolicy)
     step: StepConfig = field(default_factory=StepConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     exchange: ExchangeSection = field(default_factory=AutoExchange)

@@ -8,7 +8,13 @@ from typing import Any, Literal, NamedTuple
 from train.cli.changes import with_fields
 from train.cli.load import load_function
 from train.cli.sections import KINDS
-from train.config import Config, FixedPolicy, Policy, RoundsConfig, TopologyConfig
+from train.config import (
+    Config,
+    FixedPolicy,
+    PolicySection,
+    RoundsConfig,
+    TopologyConfig,
+)
 from train.fields import place_of
 from train.run.method import build_method
 
@@ -175,7 +181,7 @@ def _of_method(graph: str) -> dict[str, Any]:
     return {}
 
 
-def _policy(config: Config, name: str, options: list[str]) -> Policy:
+def _policy(config: Config, name: str, options: list[str]) -> PolicySection:
     pairs = [option.partition("=") for option in options]
     given = {f"policy.{field}": value for field, _, value in pairs}
     changed = with_fields(config, {"policy": name, **given}, prog=f"--graphs {name}")

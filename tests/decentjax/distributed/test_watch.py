@@ -32,7 +32,7 @@ from decentjax.distributed.deadline import (
 from decentjax.distributed.watch import StepWatch
 from decentjax.process import phases
 from tests.jobs import LONG, ended, launch, of_run, read_until, started
-from train.chaos.planted import Order, give, plant, taken
+from train.chaos.planted import ChaosOrder, give, plant, taken
 
 INF = math.inf
 
@@ -296,7 +296,7 @@ def test_an_output_that_is_not_read_does_not_hold_the_end_up():
 # A job of a config, in which a process hangs, or is slow.
 def stuck(tmp_path, phase, process, count, how="asleep", deadline=2, *more):
     config = plant("tests/job_line.py", tmp_path / "orders", tmp_path / "config.py")
-    give(tmp_path / "orders", process, Order(phase, 1000.0, 5, how))
+    give(tmp_path / "orders", process, ChaosOrder(phase, 1000.0, 5, how))
     options = (
         f"--num-steps 400 --workers.num-workers {count} --workers.workers-per-node 1 "
         "--topology.name ring --evaluation.every-steps 10 --checkpoint.every-steps 10 "
@@ -355,7 +355,7 @@ def test_a_compiled_step_that_waits_for_one_names_it(tmp_path):
 @pytest.mark.nightly
 def test_a_stuck_job_is_started_again_and_ends_well(tmp_path):
     config = plant("tests/job_line.py", tmp_path / "orders", tmp_path / "config.py")
-    give(tmp_path / "orders", 1, Order("reading", 1000.0, 12))
+    give(tmp_path / "orders", 1, ChaosOrder("reading", 1000.0, 12))
     options = "--num-steps 30 --checkpoint.every-steps 10 --distributed.step-deadline 3"
     more = (*options.split(), "--max-restarts", "2")
     with launch(2, tmp_path / "run", *more, config=str(config)) as job:
