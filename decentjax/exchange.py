@@ -25,8 +25,6 @@ from decentjax._core.drawing import (
 
 __all__ = ["Exchange", "Groups", "Permutations", "Topology"]
 
-MENU = "menu"  # Name of the topology of all exchanges that a policy may choose.
-
 
 @dataclasses.dataclass(frozen=True)
 class Permutations:

@@ -27,6 +27,7 @@ from decentjax._rounds.schedule import Event, Fragment, Round, Schedule, every
 from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
 from decentjax.mixing import global_mean
 from decentjax.placement import bound_axis
+from decentjax.policy import Policy
 from decentjax.rounds import (
     Mix,
     Rounds,
@@ -77,7 +78,7 @@ class GradientMean:
         return every(self.topology, num_steps=1)
 
 
-Plan = Topology | Rounds | GradientMean
+Plan = Topology | Policy | Rounds | GradientMean
 """Who averages what, and when."""
 
 
@@ -118,13 +119,20 @@ def mixing_matrix(plan: Plan, step: int) -> np.ndarray:
 
 
 def topology_of(plan: Plan) -> Topology:
-    """Returns the exchanges of a plan."""
-    return plan if isinstance(plan, Topology) else plan.topology
+    """Returns the exchanges of a plan; of a policy all that it may choose."""
+    graph = plan if isinstance(plan, Topology | Policy) else plan.topology
+    return graph.menu if isinstance(graph, Policy) else graph
+
+
+def policy_of(plan: Plan) -> Policy | None:
+    """Returns the policy of a plan, if it has one."""
+    graph = plan.topology if isinstance(plan, Rounds) else plan
+    return graph if isinstance(graph, Policy) else None
 
 
 def schedule_of(plan: Plan) -> Schedule:
     """Returns what begins and ends in each step of a plan."""
-    return (rounds_of(plan) if isinstance(plan, Topology) else plan).schedule
+    return (plan if isinstance(plan, GradientMean) else rounds_of(plan)).schedule
 
 
 class Turn(NamedTuple):
@@ -146,6 +154,11 @@ def turn_of(schedule: Schedule, count: jax.Array) -> Turn:
       schedule: the schedule.
       count: int32, []; steps done so far, the same on all workers.
     """
+    if schedule.turn is not None:
+        raise ValueError(
+            "a policy chooses an exchange by the step as a Python int, and this "
+            "program has an array: use simulate or on_mesh"
+        )
     # The first steps receive nothing, as nothing was sent before them; at the same
     # positions of later periods, messages of the previous period arrive.
     period, first = schedule.period, max(0, schedule.delay - 1)
@@ -162,7 +175,7 @@ def rounds_of(plan: Plan) -> Rounds:
     Raises:
       TypeError: for another plan.
     """
-    if isinstance(plan, Topology):
+    if isinstance(plan, Topology | Policy):
         return _every_step(plan)
     if not isinstance(plan, Rounds):
         raise TypeError(
@@ -172,7 +185,7 @@ def rounds_of(plan: Plan) -> Rounds:
 
 
 @functools.lru_cache(maxsize=64)
-def _every_step(topology: Topology) -> Rounds:
+def _every_step(topology: Topology | Policy) -> Rounds:
     return Rounds(topology, delay=1)
 
 

@@ -1,83 +1,104 @@
-"""Policies: which graph a step averages over, chosen on the host during the run.
+"""Policies: plans whose graph is chosen for each step, on the host, during the run.
 
-A policy names all its graphs in advance. Their exchanges form one topology, its menu,
-so each is compiled once, and then a choice costs nothing:
+A policy names all its graphs in advance. Each of their exchanges is compiled once, and
+then a choice costs nothing:
 
-    train_step = simulate(step, policy.menu)
-    state, metrics = train_step(state, batch, policy(t, epoch, dispersion))
+    train_step = simulate(local, policy.thinning(16, 8, per_epoch=2, epoch_steps=100))
+    state, metrics = train_step(state, batch, t)
 """
 
 import math
 from collections.abc import Callable, Sequence
 
-from decentjax.exchange import MENU, Topology, check_topology
+from decentjax.exchange import Topology, check_topology
 from decentjax.topology import complete, damped, ring_lattice
 
-Choose = Callable[[int, float, float | None, Topology], Topology]
-"""Maps (step, epoch, dispersion, graph of the previous step) to a graph."""
+Choose = Callable[[int, Topology], Topology]
+"""Maps (step, current graph) to the graph of the step."""
+Learn = Callable[[float, Topology], Topology]
+"""Maps (dispersion, current graph) to the next graph."""
 
 
 class Policy:
-    """Graphs, and a choice among them for each step.
+    """A plan that chooses among graphs for each step of `simulate` or `on_mesh`.
+
+    It is a plan as a topology is: `Rounds(policy)` averages after the update.
 
     Args:
+      name: name to print.
       graphs: all graphs that it may choose, with the same number of workers; the first
-        counts as the graph before the first step.
+        is the current one before the first step.
       choose: function that chooses one of them for a step.
-      measures: whether the choice depends on the dispersion.
+      learn: function that chooses the current one by the dispersion of the replicas.
 
     Attributes:
-      menu: the exchanges of all graphs, one after the other.
-      current: index of the last chosen graph among the graphs.
+      menu: topology of the exchanges of all graphs, one after the other.
+      current: index of the current graph among the graphs.
 
     Examples:
       >>> from decentjax import policy, topology
       >>> graphs = [topology.ring(8), topology.complete(8)]
-      >>> late = policy.Policy(graphs, lambda step, *_: graphs[step >= 100])
-      >>> late(0), late(100), late.menu.period
+      >>> late = policy.Policy("late", graphs, lambda step, now: graphs[step >= 100])
+      >>> late.turn(0), late.turn(100), late.menu.period
       (0, 1, 2)
     """
 
     def __init__(
-        self, graphs: Sequence[Topology], choose: Choose, measures: bool = False
+        self,
+        name: str,
+        graphs: Sequence[Topology],
+        choose: Choose,
+        learn: Learn | None = None,
     ):
         for graph in graphs:
             check_topology(graph)
-        self.graphs, self.measures = tuple(dict.fromkeys(graphs)), measures
-        self._choose, self.current = choose, 0
-        exchanges = [exchange for graph in self.graphs for exchange in graph]
-        self.menu = Topology(MENU, tuple(exchanges))
+        self.name, self.graphs = name, tuple(dict.fromkeys(graphs))
+        self.measures, self._choose, self._learn = learn is not None, choose, learn
+        self.current = 0
+        of_graphs = tuple(one for graph in self.graphs for one in graph)
+        self.menu = Topology(name, of_graphs)
 
-    def __call__(
-        self, step: int, epoch: float = 0.0, dispersion: float | None = None
-    ) -> int:
-        """Returns the index of the step's exchange in the menu.
+    @property
+    def num_workers(self) -> int:
+        return self.menu.num_workers
 
-        Args:
-          step: step.
-          epoch: number of passes over the data before the step.
-          dispersion: dispersion of the replicas, if measured since the last step.
+    def turn(self, step: int) -> int:
+        """Returns the place of a step's exchange in the menu.
 
         Raises:
           ValueError: if it chooses a graph that is not among its graphs.
         """
-        graph = self._choose(step, epoch, dispersion, self.graphs[self.current])
+        self._take(self._choose(step, self.graphs[self.current]), f"step {step}")
+        before = sum(x.period for x in self.graphs[: self.current])
+        return before + step % self.graphs[self.current].period
+
+    def learn(self, dispersion: float) -> None:
+        """Chooses the current graph by the dispersion of the replicas.
+
+        Raises:
+          ValueError: if it chooses a graph that is not among its graphs.
+        """
+        if self._learn is not None:
+            current = self.graphs[self.current]
+            self._take(self._learn(dispersion, current), f"dispersion {dispersion}")
+
+    def _take(self, graph: Topology, what: str) -> None:
         if graph not in self.graphs:
             raise ValueError(
-                f"the policy chose {graph.name} for step {step}, which is not among "
-                f"its graphs: {', '.join(x.name for x in self.graphs)}"
+                f"the policy chose {graph.name} for {what}, which is not among its "
+                f"graphs: {', '.join(x.name for x in self.graphs)}"
             )
         self.current = self.graphs.index(graph)
-        before = sum(x.period for x in self.graphs[: self.current])
-        return before + step % graph.period
 
 
-def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) -> Policy:
+def thinning(
+    num_workers: int, degree: int, per_epoch: float, epoch_steps: int, least: int = 2
+) -> Policy:
     """Ada: a ring lattice that loses neighbours during the run.
 
     In epoch e a worker averages with
 
-        k(e) = max(k_0 - floor(gamma floor(e)), k_min)
+        k(e) = max(k_0 - floor(gamma e), k_min)
 
     neighbours, rounded to even, half of them on each side; if N - 1 or more, with all.
 
@@ -85,12 +106,13 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
       num_workers: N.
       degree: number of neighbours at the start, k_0.
       per_epoch: number of neighbours lost per epoch, gamma.
+      epoch_steps: number of steps of an epoch.
       least: number of neighbours at the end, k_min.
 
     Examples:
       >>> from decentjax import policy
-      >>> ada = policy.thinning(16, degree=6, per_epoch=2)
-      >>> [ada(step=0, epoch=epoch) for epoch in range(4)]
+      >>> ada = policy.thinning(16, degree=6, per_epoch=2, epoch_steps=10)
+      >>> [ada.turn(step) for step in (0, 10, 20, 30)]
       [0, 1, 2, 2]
 
     Source: the rule of Ada from memory; its paper, Xie et al. (2025), describes an
@@ -102,6 +124,8 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
         )
     if not 0 <= per_epoch < math.inf:
         raise ValueError(f"per_epoch must not be negative, got {per_epoch}")
+    if epoch_steps < 1:
+        raise ValueError(f"an epoch has at least one step, got {epoch_steps}")
 
     def neighbors(epoch: int) -> int:
         return max(degree - math.floor(per_epoch * epoch), least)
@@ -112,16 +136,17 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
         reached = range(degree, least - 1, -1)
     graphs = {k: _lattice(num_workers, k) for k in reached}
     return Policy(
+        "thinning",
         list(graphs.values()),
-        lambda step, epoch, *_: graphs[neighbors(math.floor(epoch))],
+        lambda step, _: graphs[neighbors(step // epoch_steps)],
     )
 
 
 def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Policy:
     """Ada in a closed loop: the fewest connections that hold a target dispersion.
 
-    It begins with the densest graph. A dispersion above `(1 + slack) target` selects
-    the next denser graph, one below `(1 - slack) target` the next sparser.
+    It begins with the densest graph. `learn` of a dispersion above `(1 + slack) target`
+    selects the next denser graph, of one below `(1 - slack) target` the next sparser.
 
     Args:
       graphs: graphs from many connections to few, such as `ladder(64)`.
@@ -131,9 +156,12 @@ def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Po
     Examples:
       >>> from decentjax import policy
       >>> hold = policy.holding(policy.ladder(8), target=0.01)
-      >>> [hold(step, dispersion=0.001) for step in range(3)]
-      [1, 2, 2]
-      >>> hold(3, dispersion=0.1)
+      >>> hold.learn(0.001)
+      >>> hold.learn(0.001)
+      >>> hold.current
+      2
+      >>> hold.learn(0.1)
+      >>> hold.current
       1
 
     Source: our own, after the controlled consensus distance of Kong et al. (2021).
@@ -145,18 +173,15 @@ def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Po
             f"{target} and {slack}"
         )
 
-    def choose(
-        step: int, epoch: float, dispersion: float | None, current: Topology
-    ) -> Topology:
-        del step, epoch
+    def learn(dispersion: float, current: Topology) -> Topology:
         place = graphs.index(current)
-        if dispersion is not None and dispersion > (1 + slack) * target:
+        if dispersion > (1 + slack) * target:
             place = max(place - 1, 0)
-        elif dispersion is not None and dispersion < (1 - slack) * target:
+        elif dispersion < (1 - slack) * target:
             place = min(place + 1, len(graphs) - 1)
         return graphs[place]
 
-    return Policy(graphs, choose, measures=True)
+    return Policy("holding", graphs, lambda _, current: current, learn)
 
 
 def damping(
@@ -176,7 +201,7 @@ def damping(
     Examples:
       >>> from decentjax import policy, topology
       >>> fade = policy.damping(topology.ring(8), lambda step: 1 - step / 100, levels=4)
-      >>> [fade(step) for step in (0, 30, 60, 90)]
+      >>> [fade.turn(step) for step in (0, 30, 60, 90)]
       [3, 2, 1, 0]
 
     Source: Wang and Johansson, Decentralized SGD with Controlled Disagreement (2026).
@@ -185,14 +210,15 @@ def damping(
         raise ValueError(f"damping needs at least one level, got {levels}")
     graphs = [damped(topology, level / levels) for level in range(1, levels + 1)]
 
-    def choose(step: int, *_: object) -> Topology:
+    def choose(step: int, current: Topology) -> Topology:
+        del current
         value = factor(step)
         if not 0 <= value <= 1:
             raise ValueError(f"a mixing factor is in [0, 1], got {value} at {step}")
         # A float32 factor may be slightly above its level.
         return graphs[max(math.ceil(value * levels - 1e-6), 1) - 1]
 
-    return Policy(graphs, choose)
+    return Policy("damping", graphs, choose)
 
 
 def merged(topology: Topology, num_steps: int) -> Policy:
@@ -201,14 +227,15 @@ def merged(topology: Topology, num_steps: int) -> Policy:
     Examples:
       >>> from decentjax import policy, topology
       >>> merge = policy.merged(topology.ring(8), num_steps=100)
-      >>> merge(98), merge(99)
+      >>> merge.turn(98), merge.turn(99)
       (0, 1)
     """
     check_topology(topology)
     whole = complete(topology.num_workers)
     return Policy(
+        "merged",
         [topology, whole],
-        lambda step, *_: whole if step == num_steps - 1 else topology,
+        lambda step, _: whole if step == num_steps - 1 else topology,
     )
 
 

@@ -59,6 +59,7 @@ from decentjax.compression import (
 from decentjax.exchange import Exchange, Topology
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
+from decentjax.policy import Policy
 from decentjax.state import (
     OwnState,
     RoundState,
@@ -201,7 +202,7 @@ class Rounds:
     travels: ClassVar[tuple[str, ...]] = ()
     keeps_sums: ClassVar[bool] = False
 
-    topology: Topology
+    topology: Topology | Policy
     every: int = 1
     delay: int = 0
     fragments: Sequence[Sequence[int]] | None = None

@@ -15,7 +15,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from decentjax._rounds.schedule import Event
-from decentjax.exchange import MENU
 from decentjax.placement import (
     axis_of,
     check_mesh,
@@ -33,7 +32,6 @@ from decentjax.plan import (
     check_plan,
     first_state,
     schedule_of,
-    topology_of,
     warn_of_plan,
     worker_step,
 )
@@ -89,9 +87,7 @@ class TrainStep:
     ):
         self._local, self._plan, self._mesh = local, plan, mesh
         self._schedule = schedule_of(plan)
-        # The choices of a policy are places in its menu, in any order.
-        is_in_turn = self._schedule.period > 1 and topology_of(plan).name != MENU
-        self._steps = StepCount() if is_in_turn else None
+        self._steps = StepCount() if self._schedule.period > 1 else None
         self._is_checked = mesh is None or not is_between_processes(mesh)
         # Some topologies repeat an exchange within a period, and it compiles once.
         self._jit = functools.cache(jit)
@@ -188,7 +184,7 @@ def simulate(local: Adapt, plan: Plan, *, mix: Mix | None = None) -> TrainStep:
     Args:
       local: the local update, as `local_update` returns it.
       plan: who averages what, and when: a topology, whose exchanges are taken in turn,
-        `Rounds`, or what a function of `decentjax.methods` returns.
+        a policy, `Rounds`, or what a function of `decentjax.methods` returns.
       mix: the averaging, `decentjax.mix` with its keywords bound.
 
     Returns:

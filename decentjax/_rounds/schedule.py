@@ -7,10 +7,11 @@ jax.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from decentjax.exchange import Exchange, Topology, check_topology, check_whole
+from decentjax.policy import Policy
 
 Fragment = tuple[int, ...] | None
 """Leaves that are sent together, by number; None for all leaves."""
@@ -55,10 +56,12 @@ class Schedule:
       name: name to print.
       rounds: rounds of one period, with the same number of workers and delay. A leaf
         belongs to one set of leaves, and is sent again only after it was merged.
+      turn: function that maps a step to the number of its round, in place of t.
     """
 
     name: str
     rounds: tuple[Round, ...]
+    turn: Callable[[int], int] | None = None
 
     @property
     def num_workers(self) -> int:
@@ -105,12 +108,13 @@ class Schedule:
     __iter__ = None
 
     def _at(self, step: int) -> Round | None:
-        found = self.rounds[step % self.period]
+        place = step if self.turn is None else self.turn(step)
+        found = self.rounds[place % self.period]
         return None if found.exchange is None else found
 
 
 def every(
-    topology: Topology,
+    topology: Topology | Policy,
     num_steps: int,
     delay: int = 0,
     fragments: Sequence[Sequence[int]] | None = None,
@@ -127,6 +131,9 @@ def every(
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
         empty or shares a leaf with another, or the delay is longer than H.
     """
+    turn = None
+    if isinstance(topology, Policy):
+        topology, turn = topology.menu, topology.turn
     check_topology(topology)
     check_whole("the number of steps between rounds", num_steps)
     check_whole("delay", delay)
@@ -138,6 +145,11 @@ def every(
         raise ValueError(
             f"what is sent is merged after {delay} steps, and its leaves are sent "
             f"again after {num_steps}: use a delay from 0 to {num_steps}"
+        )
+    if turn is not None and num_steps > 1:
+        raise ValueError(
+            "a policy chooses the exchange of every step: leave every at 1, got "
+            f"{num_steps}"
         )
     begins: dict[int, Fragment] = {0 if delay else num_steps - 1: None}
     name = f"{topology.name} every {num_steps} steps"
@@ -151,7 +163,7 @@ def every(
         for exchange in topology
         for step in range(num_steps)
     )
-    return Schedule(name, tuple(rounds))
+    return Schedule(name, tuple(rounds), turn)
 
 
 def _check_fragments(fragments: Sequence[Sequence[int]], num_steps: int) -> None:

@@ -37,7 +37,7 @@ from decentjax.gossip.patience import AutoPatience, Waits
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
 from decentjax.links import Links, Message, PeerProcess, check_party
-from decentjax.plan import Plan, rounds_of
+from decentjax.plan import Plan, rounds_of, topology_of
 from decentjax.rounds import Rounds, RoundState
 from decentjax.state import WorkerState
 
@@ -159,7 +159,9 @@ class PeerPort(PartyPort):
         # Without a quorum a topology's models are sent a step ahead, as they are.
         is_ahead = isinstance(plan, Topology) and self._quorum is None
         own_graph = functools.partial(peer_graph, takes_groups=not is_ahead)
-        self.topology = own_graph(rounds.topology if is_ahead else rounds_graph(rounds))
+        self.topology = own_graph(
+            topology_of(plan) if is_ahead else rounds_graph(rounds)
+        )
         # Rounds that none joins report those that they have taken, as peers wait for
         # that at the end.
         self._reports_taken = not (is_ahead or elastic or self._quorum)

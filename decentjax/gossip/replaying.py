@@ -25,6 +25,7 @@ from decentjax.gossip.thread import Beside
 from decentjax.links import Message, Said
 from decentjax.methods import Wagma
 from decentjax.placement import worker_mesh
+from decentjax.plan import topology_of
 from decentjax.rounds import Rounds
 from decentjax.state import WorkerState
 from decentjax.updates import Adapt, Metrics
@@ -240,7 +241,7 @@ class _Recorded(Port):
         elif isinstance(run.merge, Quorum):
             rows = weighted_mean(used, models, run.merge.trimmed)
         else:
-            rows = WAYS[run.merge].combine(run.rounds.topology, used, models)
+            rows = WAYS[run.merge].combine(topology_of(run.rounds), used, models)
         mixed = layout.stacked(list(leaves.values()), [rows])
         return dict(zip(leaves, mixed, strict=True))
 

@@ -417,6 +417,11 @@ def check_beside(plan: Plan) -> Rounds:
             "step, got GradientMean: use gossip.AllReduce, or on_mesh"
         )
     rounds = rounds_of(plan)
+    if rounds.schedule.turn is not None:
+        raise ValueError(
+            "a policy chooses the exchange of a step before it begins, and beside the "
+            "step messages are on their way by then: use simulate or on_mesh"
+        )
     if rounds.compression is not None and rounds.compression.shards is not None:
         raise ValueError(
             "beside the step messages of slices are not encoded: leave the "

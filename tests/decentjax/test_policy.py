@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from scipy import stats
 
 from decentjax import (
     AXIS,
+    Rounds,
+    decentralize,
     init_state,
     local_update,
     on_mesh,
@@ -22,6 +25,7 @@ from decentjax import (
     simulate,
     topology,
     worker_mesh,
+    wrap,
 )
 from decentjax.dispersion import (
     measured,
@@ -30,6 +34,7 @@ from decentjax.dispersion import (
     tensor_names,
     tensor_norms,
 )
+from decentjax.gossip import Background
 from tests import line
 from tests.hlo import collective_names
 from train.cli.sections import kind_of
@@ -46,6 +51,29 @@ from train.store.log import read_metrics
 from train.study.seeds import train_seeds
 
 
+def loss_fn(params, model_state, batch, key):
+    loss = sum(jnp.sum((x - batch) ** 2) for x in jax.tree.leaves(params))
+    return loss, (model_state, {})
+
+
+def sgd_step(params, batch):
+    grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
+    return jax.tree.map(lambda x, g: x - 0.1 * g, params, grads), ()
+
+
+LOCAL = local_update(loss_fn, optax.sgd(0.1))
+LATE = policy.merged(topology.ring(4), 100)
+
+
+def in_a_program(plan):
+    optimizer = decentralize(optax.sgd(0.1), plan, AXIS)
+
+    def worker(x):
+        return optimizer.update(x, optimizer.init(x), x)[0]
+
+    return jax.vmap(worker, axis_name=AXIS)(jnp.ones(4))
+
+
 def chosen(made, place):
     """The graph of a place in the menu."""
     (graph,) = [graph for graph in made.graphs if made.menu[place] in graph.exchanges]
@@ -54,9 +82,9 @@ def chosen(made, place):
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 13])
 def test_ada_loses_neighbours_by_epochs(num_workers):
-    made = policy.thinning(num_workers, degree=9, per_epoch=2.5, least=3)
-    for epoch, degree in ((0, 9), (0.9, 9), (1, 7), (2.99, 4), (3, 3), (100, 3)):
-        graph = chosen(made, made(17, epoch))
+    made = policy.thinning(num_workers, 9, per_epoch=2.5, epoch_steps=100, least=3)
+    for step, degree in ((0, 9), (99, 9), (100, 7), (299, 4), (300, 3), (10_000, 3)):
+        graph = chosen(made, made.turn(step))
         even = degree - degree % 2
         wanted = num_workers - 1 if degree >= num_workers - 1 else even
         weights = topology.matrices(graph)[0, 0]
@@ -65,7 +93,7 @@ def test_ada_loses_neighbours_by_epochs(num_workers):
 
 
 def test_ada_has_the_graphs_that_it_takes():
-    made = policy.thinning(64, degree=16, per_epoch=6.0, least=2)
+    made = policy.thinning(64, degree=16, per_epoch=6.0, epoch_steps=5, least=2)
     neighbours = [np.count_nonzero(topology.matrices(x)[0, 0]) - 1 for x in made.graphs]
     assert neighbours == [16, 10, 4, 2]
 
@@ -76,10 +104,12 @@ def test_the_closed_loop_holds_a_dispersion():
         *(63, 32, 16, 8, 4, 2)
     ]
     made = policy.holding(graphs, target=1.0, slack=0.25)
-    dispersions = [None, 0.5, 0.8, None, 0.7, 0.7, 1.2, 1.3, 9, 9, 9, 9, *[0.1] * 9]
-    places = [0, 1, 1, 1, 2, 3, 3, 2, 1, 0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5, 5]
+    dispersions = [0.5, 0.8, 0.7, 0.7, 1.2, 1.3, 9, 9, 9, 9, *[0.1] * 9]
+    places = [1, 1, 2, 3, 3, 2, 1, 0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5, 5]
+    assert graphs.index(chosen(made, made.turn(0))) == 0
     for step, (dispersion, at) in enumerate(zip(dispersions, places, strict=True)):
-        graph = chosen(made, made(step, 0.0, dispersion))
+        made.learn(dispersion)
+        graph = chosen(made, made.turn(step))
         assert graphs.index(graph) == at
         assert made.current == at
 
@@ -89,35 +119,41 @@ def test_a_mixing_factor_follows_its_schedule():
     made = policy.damping(ring, lambda step: step / 10, levels=4)
     for step, level in ((0, 0.25), (2, 0.25), (3, 0.5), (10, 1.0)):
         wanted = topology.matrices(topology.damped(ring, level))[0]
-        got = topology.matrices(chosen(made, made(step)))[0]
+        got = topology.matrices(chosen(made, made.turn(step)))[0]
         np.testing.assert_allclose(got, wanted)
     with pytest.raises(ValueError, match=r"is in \[0, 1\], got 1.1 at 11"):
-        made(11)
+        made.turn(11)
 
 
 def test_a_graph_of_several_exchanges_goes_on_in_turn():
     graph, num_steps = topology.one_peer_exponential(8), 7
     made = policy.merged(graph, num_steps)
-    exchanges = [made.menu[made(step)] for step in range(num_steps)]
+    exchanges = [made.menu[made.turn(step)] for step in range(num_steps)]
     assert exchanges == [*(graph[step] for step in range(6)), topology.complete(8)[0]]
 
 
 def test_a_graph_that_was_not_named_is_refused():
-    made = policy.Policy([topology.ring(4)], lambda *_: topology.star(4))
-    with pytest.raises(ValueError, match=r"chose star for step 3, .* its graphs: ring"):
-        made(3)
+    star = lambda *_: topology.star(4)  # noqa: E731
+    made = policy.Policy("own", [topology.ring(4)], star, star)
+    for ask, when in ((made.turn, "step 3"), (made.learn, "dispersion 3")):
+        with pytest.raises(ValueError, match=rf"chose star for {when}, .*graphs: ring"):
+            ask(3)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: policy.thinning(8, 4, 1.0, 6), "2 <= least <= degree"),
-        (lambda: policy.thinning(8, 4, -1.0), "per_epoch must not be negative"),
-        (lambda: policy.thinning(8, 4, math.nan), "per_epoch must not be negative"),
+        (lambda: policy.thinning(8, 4, 1.0, 5, 6), "2 <= least <= degree"),
+        (lambda: policy.thinning(8, 4, -1.0, 5), "per_epoch must not be negative"),
+        (lambda: policy.thinning(8, 4, math.nan, 5), "per_epoch must not be negative"),
         (lambda: policy.holding(policy.ladder(8), 0.0), "target must be positive"),
         (lambda: policy.holding(policy.ladder(8), 1.0, 1.0), r"slack in \[0, 1\)"),
         (lambda: policy.damping(topology.ring(4), lambda t: 1.0, 0), "one level"),
-        (lambda: policy.Policy([], lambda *_: None), "needs exchanges"),
+        (lambda: policy.thinning(8, 4, 1.0, 0), "an epoch has at least one step"),
+        (lambda: policy.Policy("none", [], lambda *_: None), "needs exchanges"),
+        (lambda: Rounds(LATE, every=2), "exchange of every step: leave every at 1"),
+        (lambda: Background(LOCAL, LATE, worker_mesh(4)), "use simulate or on_mesh"),
+        (lambda: in_a_program(LATE), "this program has an array: use simulate"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused(make, words):
@@ -125,9 +161,40 @@ def test_policies_that_make_no_sense_are_refused(make, words):
         make()
 
 
-def loss_fn(params, model_state, batch, key):
-    loss = sum(jnp.sum((x - batch) ** 2) for x in jax.tree.leaves(params))
-    return loss, (model_state, {})
+@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("where", ["simulate", "on_mesh", "wrap"])
+@pytest.mark.parametrize("after", [False, True], ids=["awc", "atc"])
+def test_a_policy_is_a_plan(after, where, n):
+    """Step by step the numbers of the topologies that it chooses."""
+    graphs = [topology.one_peer_exponential(n), topology.complete(n)]
+    made = policy.Policy("late", graphs, lambda step, _: graphs[step >= 3])
+    plan_of = Rounds if after else lambda graph: graph
+    batch, mesh = jnp.arange(float(n)), None
+    if where == "on_mesh":
+        mesh = worker_mesh(n)
+        batch = place(batch, mesh)
+
+    def step_of(graph):
+        if where == "wrap":
+            return wrap(sgd_step, plan_of(graph), params=lambda x: x)
+        local = local_update(loss_fn, optax.sgd(0.1))
+        if mesh is None:
+            return simulate(local, plan_of(graph))
+        return on_mesh(local, plan_of(graph), mesh)
+
+    def first(step):
+        params = {"matrix": jnp.arange(6.0).reshape(2, 3)}
+        return step.init(*[params] if where == "wrap" else [params, jax.random.key(0)])
+
+    step, apart = step_of(made), [step_of(graph) for graph in graphs]
+    state, (wanted, _) = first(step), map(first, apart)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # One of them is not called in turn.
+        for t in range(6):
+            state, _ = step(state, batch, t)
+            wanted, _ = apart[t >= 3](wanted, batch, t)
+            found = jax.tree.leaves(state)[0], jax.tree.leaves(wanted)[0]
+            np.testing.assert_array_equal(*found)
 
 
 def start(num_workers):
@@ -142,7 +209,7 @@ def test_a_policy_compiles_each_exchange_once():
     optimizer = optax.sgd(0.1)
     local = measured(local_update(loss_fn, optimizer))
     made = policy.holding(policy.ladder(8), target=0.1)
-    train_step, state = simulate(local, made.menu), start(8)
+    train_step, state = simulate(local, made), start(8)
     batch = jax.random.normal(jax.random.key(1), (8,))
     num_compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -153,7 +220,9 @@ def test_a_policy_compiles_each_exchange_once():
         )
     )
     for t, dispersion in enumerate([None, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]):
-        state, metrics = train_step(state, batch, made(t, 0.0, dispersion))
+        if dispersion is not None:
+            made.learn(dispersion)
+        state, metrics = train_step(state, batch, t)
         if t == 3:
             num_compiled.clear()
     assert num_compiled == []
@@ -181,8 +250,8 @@ def test_norms_stand_in_the_way_of_nothing():
     """Alone they take no collective, and the step takes no further one for them."""
     mesh, names = worker_mesh(4), []
     state, batch = place((start(4), jnp.arange(4.0)), mesh)
-    for wrap in (measured, lambda adapt: adapt):
-        local = wrap(local_update(loss_fn, optax.sgd(0.1)))
+    for changed in (measured, lambda adapt: adapt):
+        local = changed(local_update(loss_fn, optax.sgd(0.1)))
         step = on_mesh(local, topology.ring(4), mesh)
         names.append(collective_names(step.lower(state, batch, 0).compile().as_text()))
     whole, without = names
@@ -294,8 +363,8 @@ def test_the_mixing_factor_falls_with_the_learning_rate():
     made = build_policy(config)
     for step in range(config.optimizer.warmup_steps, config.num_steps):
         wanted = float(schedule(step)) / config.optimizer.learning_rate
-        assert -1e-6 < made.menu[made(step)].factor - wanted < 1 / 8 + 1e-6
-    assert made.menu[made(0)].factor == 1
+        assert -1e-6 < made.menu[made.turn(step)].factor - wanted < 1 / 8 + 1e-6
+    assert made.menu[made.turn(0)].factor == 1
 
 
 @pytest.mark.parametrize(
@@ -327,8 +396,8 @@ def test_a_policy_needs_an_exchange_in_the_step(change):
 
 def test_ada_has_its_last_graph_whatever_is_rounded():
     """63 / 1.4 is 45 in floats, and 1.4 * 45 less than 63."""
-    ada = policy.thinning(128, degree=65, per_epoch=1.4)
-    names = [ada.graphs[ada(0, epoch=epoch)].name for epoch in (0, 45, 46, 100)]
+    ada = policy.thinning(128, degree=65, per_epoch=1.4, epoch_steps=10)
+    names = [ada.graphs[ada.turn(step)].name for step in (0, 450, 460, 1000)]
     assert len(set(names[2:])) == 1
 
 

@@ -442,10 +442,10 @@ CALLS = [
     (lambda: policy.merged(LOST, 2), FUNCTION),
     (lambda: policy.merged(LOST, 10), FUNCTION),
     (
-        lambda: policy.damping(RING, lambda step: 2.0, 4)(0),
+        lambda: policy.damping(RING, lambda step: 2.0, 4).turn(0),
         r"in \[0, 1\], got 2.0 at 0",
     ),
-    (lambda: policy.thinning(8, 1, 1.0, 2), "2 <= least <= degree .* got 2 and 1"),
+    (lambda: policy.thinning(8, 1, 1.0, 5, 2), "2 <= least <= degree .* got 2 and 1"),
     (lambda: analysis.consensus_factor(LOST), FUNCTION),
     (lambda: analysis.exact_after(LOST), FUNCTION),
     (lambda: analysis.traffic(LOST, 1e6), FUNCTION),

@@ -12,7 +12,7 @@ import numpy as np
 
 from decentjax import Rounds, Topology, analysis, runtime
 from decentjax.codec import Codec
-from decentjax.plan import GradientMean, rounds_of
+from decentjax.plan import GradientMean, rounds_of, topology_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
 from train.cli.config_json import changes
@@ -178,7 +178,7 @@ def rounds_seconds(
         them; a tenth is simulated before, in which the workers' lateness spreads.
       seed: seed of the compute times.
     """
-    schedule, topology = sent_schedule(rounds), rounds.topology
+    schedule, topology = sent_schedule(rounds), topology_of(rounds)
     skipped, counted = (
         whole_periods(schedule.period, x) for x in (num_steps / 10, num_steps)
     )

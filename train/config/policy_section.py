@@ -35,7 +35,8 @@ class ThinningPolicy:
         check_at_least(self, 1, "epoch_steps")
         check_at_most(self, MOST_WORKERS, "degree")
         # Raises for invalid numbers.
-        policies.thinning(2, 2 if self.degree is None else self.degree, self.per_epoch)
+        degree = 2 if self.degree is None else self.degree
+        policies.thinning(2, degree, self.per_epoch, self.epoch_steps)
 
 
 @checked

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentjax import Rounds
-from decentjax.plan import Plan, topology_of
+from decentjax.plan import GradientMean, Plan, topology_of
 from decentjax.topology import Permutations, Topology, matrices
 from train.config.checks import check_at_least
 from train.config.exchange_section import (
@@ -132,8 +132,8 @@ class Config:
             rounds = self.rounds.build(graph) if name == "rounds" else None
             return Algorithm(name, graph, rounds)
         if isinstance(plan, Rounds):
-            return Algorithm("rounds", plan.topology, plan)
-        name = "awc" if isinstance(plan, Topology) else "all_reduce"
+            return Algorithm("rounds", topology_of(plan), plan)
+        name = "all_reduce" if isinstance(plan, GradientMean) else "awc"
         return Algorithm(name, topology_of(plan), None)
 
     @property

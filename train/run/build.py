@@ -30,7 +30,7 @@ from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peer_place import peer_place
 from train.run.check_task import check_takes
-from train.run.method import InThread, build_method
+from train.run.method import InThread, Method, build_method
 from train.run.nonfinite import poison_gradient, quarantined
 from train.run.policy_choice import Chooser
 from train.tasks.task import Task
@@ -117,20 +117,20 @@ class InStep(contextlib.nullcontext):
     """A compiled step with its exchange inside, as a context like `Background`."""
 
     def __init__(
-        self, train_step: TrainStep, choose: Chooser | None, record: Record | None
+        self, train_step: TrainStep, chooser: Chooser | None, record: Record | None
     ):
         super().__init__(self)
-        self._train_step, self._choose, self._record = train_step, choose, record
+        self._train_step, self._chooser, self._record = train_step, chooser, record
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        choose = self._choose
-        place = step if choose is None else choose(state, step)
+        if self._chooser is not None:
+            self._chooser.begin(state)
         start = time.monotonic()
-        state, metrics = self._train_step(state, batch, place)
-        if choose is not None and choose.policy.measures:
-            state = choose.learn(state, metrics.pop(NORMS), step)
+        state, metrics = self._train_step(state, batch, step)
+        if self._chooser is not None:
+            state = self._chooser.learn(state, metrics.pop(NORMS), step)
         result = state, metrics
         if self._record is not None:
             # The call returns before the step is done; only a timeline waits for it.
@@ -186,8 +186,11 @@ def build_train_step(
     """The step of the config's method, with its exchange inside or in a thread."""
     method = build_method(config, task)
     if not method.is_in_thread(config, mesh):
-        step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
-        chooser = method.policy and Chooser(method.policy, config.policy)
+        options, policy = step_options(config, mesh), method.policy
+        step = build_in_step(config, task, optimizer, mesh, options, method)
+        chooser = None
+        if policy is not None and policy.measures:
+            chooser = Chooser(policy, config.policy)
         return InStep(step, chooser, record)
     assert mesh is not None  # As `build_mesh` has made it.
     return method.beside(
@@ -207,10 +210,11 @@ def build_in_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None = None,
+    method: Method | None = None,
 ) -> TrainStep:
     """The compiled step of the config's method, its exchange inside."""
     local = build_local(config.step, task.loss_fn, optimizer)
-    method = build_method(config, task)
+    method = method or build_method(config, task)
     if method.policy is not None and method.policy.measures:
         local = measured(local, before_update=method.is_early)
     how: dict[str, Any] = {"mix": method.mix}

@@ -15,7 +15,15 @@ from decentjax import AXIS, Rounds, WorkerState, gossip, methods, mix, runtime, 
 from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange
 from decentjax.mixing import is_mixed
-from decentjax.plan import Event, GradientMean, Plan, schedule_of, warn_of_plan
+from decentjax.plan import (
+    Event,
+    GradientMean,
+    Plan,
+    policy_of,
+    schedule_of,
+    topology_of,
+    warn_of_plan,
+)
 from decentjax.policy import Policy
 from decentjax.rounds import Schedule
 from decentjax.topology import Topology
@@ -29,7 +37,7 @@ from train.config import (
 )
 from train.run.array_placement import Rule, shards_of
 from train.run.message_bytes import sent_bytes, sent_schedule, step_bytes
-from train.run.policy_choice import build_policy, init_graph
+from train.run.policy_choice import build_policy, first_graph
 from train.tasks.task import Task, longest_dim
 
 InThread = gossip.AllReduce | gossip.Background
@@ -65,8 +73,6 @@ class Method:
       model_bytes: function of a model as shapes that returns the size of its message.
       times: function that returns the simulated times of a run, of whether the exchange
         is in a second thread, cluster, job, number of steps, and seed.
-      policy: choice of the exchange; None where the plan is taken as it is.
-      first_graph: what the policy keeps in the state, before the first step.
       rounds: the rounds, if any.
       sends_gradients: whether gradients are averaged in place of models.
     """
@@ -80,8 +86,6 @@ class Method:
     sent: Callable[[Event, Any], Sent | None]
     model_bytes: Callable[[Any], float]
     times: Callable[..., runtime.Times]
-    policy: Policy | None = None
-    first_graph: Any = ()
     rounds: Rounds | None = None
     sends_gradients: bool = False
 
@@ -90,11 +94,16 @@ class Method:
         """What begins and ends in each step."""
         return schedule_of(self.plan)
 
+    @property
+    def policy(self) -> Policy | None:
+        """The policy of the plan, if it has one."""
+        return policy_of(self.plan)
+
     def with_graph(self, state: WorkerState, workers: Sequence[int]) -> WorkerState:
-        """The first state of some workers, with the graph that a policy begins with."""
-        if self.policy is None:
+        """The first state of some workers, with the graph of a policy that measures."""
+        if self.policy is None or not self.policy.measures:
             return state
-        kept = stack(self.first_graph, self.plan.num_workers, workers=workers)
+        kept = stack(first_graph(), self.plan.num_workers, workers=workers)
         return state._replace(extra=kept)
 
     @property
@@ -150,30 +159,26 @@ def _own(config: Config, task: Task | None) -> Method:
     assert place is not None
     if isinstance(plan, GradientMean):
         method = _all_reduce(config)
-    elif isinstance(plan, Topology):
-        method = _every_step(config, task, plan, plan)
-    else:
+    elif isinstance(plan, Rounds):
         method = _in_rounds(config, task, plan)
+    else:
+        method = _every_step(config, task, plan, topology_of(plan))
     warn_of_plan(plan)
     return dataclasses.replace(method, name=place.__name__)
 
 
 def _chosen(config: Config, task: Task | None) -> Method:
     """Averages in every step, over the graphs of a policy."""
-    graph, policy = config.topology.build(config.workers), build_policy(config)
-    menu = graph if policy is None else policy.menu
-    plan = menu if config.step.algorithm == "awc" else Rounds(menu)
-    return dataclasses.replace(
-        _every_step(config, task, plan, graph),
-        policy=policy,
-        first_graph=init_graph(config.policy),
-    )
+    graph = config.topology.build(config.workers)
+    chosen = build_policy(config) or graph
+    plan = chosen if config.step.algorithm == "awc" else Rounds(chosen)
+    return _every_step(config, task, plan, graph)
 
 
 def _every_step(
-    config: Config, task: Task | None, plan: Topology | Rounds, graph: Topology
+    config: Config, task: Task | None, plan: Topology | Policy | Rounds, graph: Topology
 ) -> Method:
-    is_early = isinstance(plan, Topology)
+    is_early = not isinstance(plan, Rounds)
 
     def times(in_thread: bool, cluster: Any, job: Any, *rest: Any) -> runtime.Times:
         if in_thread:
@@ -218,7 +223,7 @@ def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
     return Method(
         config.step.algorithm,
         rounds,
-        rounds.topology,
+        topology_of(rounds),
         average,
         rounds.delay > 0,
         functools.partial(_in_thread, rounds),

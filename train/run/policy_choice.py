@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from train.config import (
     DampingPolicy,
     HoldingPolicy,
     MergedPolicy,
-    Policy,
+    PolicySection,
     ThinningPolicy,
 )
 from train.run.optimizers import build_schedule
@@ -31,9 +30,11 @@ def build_policy(config: Config) -> policies.Policy | None:
     """
     workers, num_workers = config.workers, config.workers.num_workers
     match config.policy:
-        case ThinningPolicy(degree=degree, per_epoch=per_epoch):
+        case ThinningPolicy(
+            degree=degree, per_epoch=per_epoch, epoch_steps=epoch_steps
+        ):
             most = max(num_workers - 1, 2) if degree is None else degree
-            return policies.thinning(num_workers, most, per_epoch)
+            return policies.thinning(num_workers, most, per_epoch, epoch_steps)
         case HoldingPolicy(graphs=names, target=target):
             named = dataclasses.replace(config.topology, make=None)
             graphs = [dataclasses.replace(named, name=x).build(workers) for x in names]
@@ -47,7 +48,7 @@ def build_policy(config: Config) -> policies.Policy | None:
 
 
 class Chooser:
-    """Chooses the exchange of each step, and keeps the choice in the state.
+    """Chooses a graph by measured dispersion, and keeps the choice in the state.
 
     So a resumed run continues with the graph that it had.
 
@@ -56,19 +57,18 @@ class Chooser:
       options: its config.
     """
 
-    def __init__(self, policy: policies.Policy, options: Policy):
-        self.policy, self._options = policy, options
+    def __init__(self, policy: policies.Policy, options: PolicySection):
+        self._policy, self._options = policy, options
         self._is_new = True
 
-    def __call__(self, state: WorkerState, step: int) -> int:
-        """Returns the place of a step's exchange in the menu."""
-        if self.policy.measures and self._is_new:
-            self.policy.current = int(state.extra[GRAPH].addressable_data(0)[0])
+    def begin(self, state: WorkerState) -> None:
+        """Takes the graph of the first state."""
+        if self._is_new:
+            self._policy.current = int(state.extra[GRAPH].addressable_data(0)[0])
         self._is_new = False
-        return self.policy(step, epoch_of(self._options, step))
 
     def learn(self, state: WorkerState, norms: jax.Array, step: int) -> WorkerState:
-        """Chooses the graph after a step; a collective where it is measured.
+        """Chooses the graph after a step; a collective if it is measured.
 
         Args:
           state: state after the step.
@@ -81,18 +81,12 @@ class Chooser:
         if not is_measured(self._options, step + 1):
             return state
         whole = multihost_utils.process_allgather(norms, tiled=True)
-        self.policy(step + 1, epoch_of(self._options, step + 1), dispersion(whole))
-        graph = 0 * state.extra[GRAPH] + self.policy.current
+        learn(self._policy, whole)
+        graph = 0 * state.extra[GRAPH] + self._policy.current
         return state._replace(extra={GRAPH: graph})
 
 
-def epoch_of(options: Policy, step: int) -> float:
-    """The epoch of a step, for the policy that asks for it."""
-    is_asked = isinstance(options, ThinningPolicy)
-    return step / options.epoch_steps if is_asked else 0.0
-
-
-def is_measured(options: Policy, step: int) -> bool:
+def is_measured(options: PolicySection, step: int) -> bool:
     """Whether the dispersion is measured after this number of steps."""
     return isinstance(options, HoldingPolicy) and step % options.every_steps == 0
 
@@ -100,23 +94,21 @@ def is_measured(options: Policy, step: int) -> bool:
 GRAPH = "graph"  # Its number, in the state's extra part.
 
 
-def init_graph(options: Policy) -> Any:
+def first_graph() -> dict[str, jax.Array]:
     """The first graph of a policy that measures, as it is kept in the state."""
-    return {GRAPH: jnp.int32(0)} if isinstance(options, HoldingPolicy) else ()
+    return {GRAPH: jnp.int32(0)}
 
 
-def dispersion(norms: np.ndarray) -> float | None:
-    """The mean over the tensors of their Gini coefficient over all workers.
+def learn(policy: policies.Policy, norms: np.ndarray) -> None:
+    """Shows a policy the mean over the tensors of their Gini coefficient.
 
     Args:
-      norms: norms of the tensors of each worker, [N, L].
-
-    Returns:
-      The dispersion, or None of models that are not finite: the run ends by that soon.
+      policy: the policy.
+      norms: norms of the tensors of each worker, [N, L]. If they are not finite, the
+        policy keeps its graph: the run ends by that soon.
     """
-    if not np.isfinite(norms).all():
-        return None
-    return float(measures_of(norms)["gini"].mean())
+    if np.isfinite(norms).all():
+        policy.learn(float(measures_of(norms)["gini"].mean()))
 
 
 def _factor(config: Config, power: float) -> Callable[[int], float]:

@@ -31,7 +31,7 @@ from train.run.check_task import trace_task
 from train.run.method import Method, build_method
 from train.run.nonfinite import QUARANTINED, watch_of
 from train.run.optimizers import build_optimizer
-from train.run.policy_choice import dispersion, epoch_of, is_measured
+from train.run.policy_choice import is_measured, learn
 from train.store.log import warn
 from train.study import programs
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
@@ -109,7 +109,7 @@ def _train_together(
     workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     method = build_method(config, task)
     train_step = programs.build_step(config, task, mesh)
-    policy, options = method.policy, config.policy
+    policy = method.policy
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
     state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
@@ -121,14 +121,11 @@ def _train_together(
         phases.note("computing", step - 1)
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         batch = programs.put(rows, mesh)
-        place = step - 1
-        if policy is not None:
-            place = policy(step - 1, epoch_of(options, step - 1))
-        taken.append(method.schedule[place])
+        taken.append(method.schedule[step - 1])
         state, metrics = train_step(state, batch, taken[-1])
-        if policy is not None and is_measured(options, step):
+        if policy is not None and is_measured(config.policy, step):
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
-            policy(step, epoch_of(options, step), dispersion(norms))
+            learn(policy, norms)
         log.add(step, metrics)
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
