@@ -541,7 +541,7 @@ def rising(num_steps):
 
 @pytest.mark.parametrize("change", ["nothing", "=1", "optimizer.learning-rate"])
 def test_a_change_has_a_field_and_a_value(change):
-    with pytest.raises(ValueError, match="takes FIELD=VALUE"):
+    with pytest.raises(ValueError, match="a change is FIELD=VALUE"):
         with_changes(LINE, [change])
 
 
