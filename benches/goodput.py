@@ -132,7 +132,7 @@ def of_quorum(
         is_there = since < end
         contributed = np.floor((end - since) / each + 1e-9).clip(0, round_steps)
         steps += float(contributed[is_there].sum())
-        # A step that has begun goes on.
+        # A step that has begun continues.
         since = np.where(is_there, since + contributed * each, since)
         since[is_there & (contributed >= round_steps)] = end
         now = end

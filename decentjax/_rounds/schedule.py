@@ -86,11 +86,13 @@ class Schedule:
         return tuple(dict.fromkeys(x.leaves for x in self.rounds if x.exchange))
 
     def __getitem__(self, step: int) -> Event:
-        delay = self.delay
+        sends, delay = self._at(step), self.delay
         begun = step - delay + 1
         # A round from before step 0 has sent nothing.
-        receives = delay > 0 and begun >= 0
-        return Event(self._at(step), self._at(begun) if receives else None)
+        if delay == 0 or begun < 0:
+            return Event(sends, None)
+        # A policy is asked once in a step: its choice may follow from its last one.
+        return Event(sends, sends if begun == step else self._at(begun))
 
     def count(self, step: int) -> int:
         """The number of rounds that begin before a step."""

@@ -35,6 +35,7 @@ from decentjax.dispersion import (
     tensor_norms,
 )
 from decentjax.gossip import Background
+from decentjax.plan import schedule_of
 from tests import line
 from tests.hlo import collective_names
 from train.cli.sections import kind_of
@@ -159,6 +160,17 @@ def test_a_graph_that_was_not_named_is_refused():
 def test_policies_that_make_no_sense_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("plan_of", [lambda made: made, Rounds], ids=["awc", "atc"])
+def test_a_policy_that_goes_by_its_last_choice_is_asked_once_a_step(plan_of):
+    ring, whole = topology.ring(3), topology.complete(3)
+    turns = policy.Policy(
+        "turns", [whole, ring], lambda _, now: {ring: whole}.get(now, ring)
+    )
+    events = [schedule_of(plan_of(turns))[step] for step in range(4)]
+    assert [one.sends.exchange for one in events] == [ring[0], whole[0]] * 2
+    assert all(one.receives in (None, one.sends) for one in events)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from decentjax.plan import Plan
+from decentjax.plan import Plan, policy_of
 from train.fields import place_of
 
 Make = Callable[[int], Plan]
@@ -12,16 +12,20 @@ def build_plan(make: Make, num_workers: int) -> Plan:
     """Returns the plan of an own function.
 
     Raises:
-      ValueError: if it raises an error, returns no plan, one that does not hash, or one
-        of another number of workers.
+      ValueError: if it raises an error, returns no plan, one that does not hash, one of
+        another number of workers, or a policy that measures, which the program would
+        never show a dispersion.
     """
     made = call_own(make, "method", num_workers)
     if not isinstance(made, Plan):
-        wanted = "a Topology, Rounds, or methods.all_reduce(num_workers)"
+        wanted = "a Topology, a Policy, Rounds, or methods.all_reduce(num_workers)"
     elif made.num_workers != num_workers:
         wanted, made = f"a plan of {num_workers} workers", f"one of {made.num_workers}"
     elif not _hashes(made):
         wanted = "a plan that hashes, of numbers, tuples and functions, without arrays"
+    elif (policy := policy_of(made)) is not None and policy.measures:
+        wanted = "a policy of the step alone, as --policy holding is one that measures"
+        made = policy.name
     else:
         return made
     raise ValueError(f"method = {place_of(make)} must return {wanted}, got {made}")

@@ -68,8 +68,8 @@ def simulate_peers(
     the network.
 
     With a quorum of K, its own model included, the patience begins once it has K, and
-    all that have arrived are merged. A worker goes on at the next step of the schedule
-    in which a round begins or ends, if K - 1 of its peers have sent the next round.
+    all that have arrived are merged. A worker continues at the next step in which a
+    round begins or ends, if K - 1 of its peers have sent the next round.
 
     Args:
       cluster: nodes, workers and links.
@@ -223,7 +223,7 @@ class _Run:
             step += 1
 
     def _due(self, worker: int, step: int) -> int:
-        """The step with which a worker goes on, as in `RoundPort.due`."""
+        """The step with which a worker continues, as in `PeerPort.due`."""
         schedule = self._schedule
         begins = schedule.step_of(schedule.count(step))
         left = range(step, min(begins, self._num_steps))

@@ -35,7 +35,7 @@ OWN = (
     OWN_METHOD
     + """
 
-from decentjax import methods
+from decentjax import methods, policy
 
 
 def ring(num_workers):
@@ -56,6 +56,10 @@ def one_more(num_workers):
 
 def nothing(num_workers):
     return "a plan"
+
+
+def holds(num_workers):
+    return policy.holding(policy.ladder(num_workers), 0.1)
 
 
 def broken(num_workers):
@@ -212,7 +216,8 @@ def test_what_a_method_sends_is_what_travels(own):
         ("--method none.py:f", "there is no --method file none.py"),
         ("--topology ring", "--topology takes FILE.py:NAME, a function of yours, got"),
         ("--method own.py:one_more", "must return a plan of 4 workers, got one of 5"),
-        ("--method own.py:nothing", "must return a Topology, Rounds, .*, got a plan"),
+        ("--method own.py:nothing", "must return a Topology, .* Rounds, .* got a plan"),
+        ("--method own.py:holds", "a policy of the step alone, .* got holding"),
         ("--method own.py:broken", "raises for 4: KeyError: 4"),
         ("--topology own.py:broken", "topology.make = own.py:broken .* KeyError: 4"),
         ("--method own.py:of_two", "must take the number of workers, .* 'degree'"),
