@@ -17,10 +17,8 @@ from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
-from train.run.build import build_in_step, build_state, build_steps
-from train.run.method import build_method
-from train.run.optimizers import build_optimizer
-from train.tasks.task import Task
+from train.run.build import build_in_step, build_steps
+from train.run.setup import Run, make_run
 
 # The event that jax records once for each program that XLA compiles, also where the
 # program comes from the persistent cache.
@@ -96,11 +94,11 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
       steps: number of steps.
       processes: number of processes that read ahead; None for that of the config.
     """
-    task = config.task.build()
-    made = build_steps(config, task, range(config.workers.num_workers))
+    run = make_run(config)
+    made = build_steps(run, run.place.workers)
     count = config.data.num_processes if processes is None else processes
     batches, read = _timed(feed(made, count), steps)
-    trained, compiled = _train(config, task, batches)
+    trained, compiled = _train(run, batches)
     # Each leaf has the shape [workers, examples, ...].
     examples = [np.prod(jax.tree.leaves(batch)[0].shape[:2]) for batch in batches]
     return InputTiming(
@@ -111,7 +109,7 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
         trained=trained,
         # XLA compiles a step for each pair of a shape and an exchange.
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
-        exchanges=len(set(build_method(config, task).graph)),
+        exchanges=len(set(run.method.graph)),
         compiled=compiled,
     )
 
@@ -169,11 +167,9 @@ def _timed(batches: Feed, steps: int) -> tuple[list[Any], float]:
     return arrays, seconds
 
 
-def _train(config: Config, task: Task, batches: list[Any]) -> tuple[float, int]:
+def _train(run: Run, batches: list[Any]) -> tuple[float, int]:
     """Seconds per step, and the number of programs compiled in all steps together."""
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    train_step = build_in_step(config, task, optimizer, mesh=None)
-    state = build_state(config, task, optimizer, range(config.workers.num_workers))
+    train_step, state = build_in_step(run), run.state()
     # On the device before the clock starts: this measures the model alone.
     placed = [jax.device_put(batch) for batch in batches]
     start = 0.0

@@ -22,6 +22,7 @@ from train.cli.load import load_config
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import markdown
 from train.config import Config
+from train.run.setup import make_run
 
 PLAIN, OURS = "plain optax", "one worker's step"
 MEASURED = "with the norms of its tensors"
@@ -96,13 +97,13 @@ def measure(config: Config, bench: StepBench, console: Console) -> dict[str, flo
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
     # A constant rate: the schedule and the clipping of the config are left out of both.
-    adam = optax.adamw(1e-4)
-    plain, _ = plain_step(config, task, adam, batch)
+    run = make_run(config, task=task, optimizer=optax.adamw(1e-4))
+    plain, _ = plain_step(run, batch)
     runners = {
         PLAIN: plain,
-        OURS: our_step(config, task, adam, batch),
-        MEASURED: measured_step(config, task, adam, batch),
-        WRAPPED: wrapped_step(config, task, adam, batch),
+        OURS: our_step(run, batch),
+        MEASURED: measured_step(run, batch),
+        WRAPPED: wrapped_step(run, batch),
     }
     return in_turns(runners, bench.rounds, bench.steps, console)
 

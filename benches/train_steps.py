@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from benches.runner import Runner, repeat
@@ -30,14 +29,9 @@ from train.config import (
     TopologyName,
     WorkersConfig,
 )
-from train.run.build import (
-    build_in_step,
-    build_local,
-    build_state,
-    step_options,
-)
-from train.run.method import bind_mix
-from train.tasks.task import Task
+from train.run.build import build_in_step, step_options
+from train.run.place import Given
+from train.run.setup import Run
 
 
 def for_workers(
@@ -65,20 +59,15 @@ def for_workers(
     )
 
 
-def plain_step(
-    config: Config, task: Task, optimizer: optax.GradientTransformation, batch: Any
-) -> tuple[Runner, float]:
+def plain_step(run: Run, batch: Any) -> tuple[Runner, float]:
     """Returns a step as written by hand with optax, and the FLOPs of its matmuls.
 
     Args:
-      config: config of one worker.
-      task: its task.
-      optimizer: local optimizer.
+      run: a run of one worker.
       batch: batch of every step, each leaf [examples, ...].
     """
 
-    step = jax.jit(hand_written(task, optimizer), donate_argnums=0)
-    state = one_state(config, task, optimizer)
+    step, state = jax.jit(hand_written(run), donate_argnums=0), one_state(run)
     batch = jax.device_put(batch)
     # Compiled to read the FLOPs of its matmuls; the steps themselves go through jit.
     compiled = step.lower(state, batch).compile()
@@ -87,11 +76,9 @@ def plain_step(
     return repeat(lambda state, _: step(state, batch)[0], state), flops
 
 
-def hand_written(
-    task: Task, optimizer: optax.GradientTransformation
-) -> Callable[[Any, Any], tuple[Any, Any]]:
+def hand_written(run: Run) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Returns a train step as it is written without this library."""
-    key = jax.random.key(1)
+    key, task, optimizer = jax.random.key(1), run.task, run.optimizer
 
     def step(state, batch):
         params, opt_state, model_state = state
@@ -109,57 +96,43 @@ def hand_written(
     return step
 
 
-def one_state(
-    config: Config, task: Task, optimizer: optax.GradientTransformation
-) -> Any:
+def one_state(run: Run) -> Any:
     """Params, optimizer state and model state, without the axis of workers [1, ...]."""
-    worker = build_state(config, task, optimizer, [0])
-    return jax.tree.map(lambda x: x[0], tuple(worker[:3]))
+    return jax.tree.map(lambda x: x[0], tuple(run.first_state([0])[:3]))
 
 
-def wrapped_step(
-    config: Config, task: Task, optimizer: optax.GradientTransformation, batch: Any
-) -> Runner:
+def wrapped_step(run: Run, batch: Any) -> Runner:
     """Returns the hand-written step, wrapped for one worker; see `plain_step`."""
     mesh, graph = worker_mesh(1, jax.local_devices()), topology.complete(1)
-    train_step = wrap(hand_written(task, optimizer), graph, mesh)
-    state = train_step.init(one_state(config, task, optimizer))
+    train_step = wrap(hand_written(run), graph, mesh)
+    state = train_step.init(one_state(run))
     stacked = place(jax.tree.map(lambda x: x[None], batch), mesh)
     return repeat(lambda state, t: train_step(state, stacked, t)[0], state)
 
 
-def our_step(
-    config: Config, task: Task, optimizer: optax.GradientTransformation, batch: Any
-) -> Runner:
+def our_step(run: Run, batch: Any) -> Runner:
     """Returns the trainer's compiled step of one worker; see `plain_step`."""
-    mesh = worker_mesh(1, jax.local_devices())
-    options = step_options(config, mesh)
-    train_step = build_in_step(config, task, optimizer, mesh, options)
-    return _repeated(train_step, config, task, optimizer, batch, mesh)
+    run = _on_a_device(run)
+    return _repeated(build_in_step(run, step_options(run)), run, batch)
 
 
-def measured_step(
-    config: Config, task: Task, optimizer: optax.GradientTransformation, batch: Any
-) -> Runner:
+def measured_step(run: Run, batch: Any) -> Runner:
     """Returns the same step, which also measures the norm of each tensor."""
+    run, mesh = _on_a_device(run), worker_mesh(1, jax.local_devices())
+    local, method = measured(run.local), run.method
+    how: Any = {"mix": method.mix, "compiler_options": step_options(run)}
+    return _repeated(on_mesh(local, method.plan, mesh, **how), run, batch)
+
+
+def _on_a_device(run: Run) -> Run:
     mesh = worker_mesh(1, jax.local_devices())
-    local = measured(build_local(config.step, task.loss_fn, optimizer))
-    graph, options = config.topology.build(config.workers), step_options(config, mesh)
-    mix = bind_mix(config.step)
-    train_step = on_mesh(local, graph, mesh, mix=mix, compiler_options=options)
-    return _repeated(train_step, config, task, optimizer, batch, mesh)
+    return dataclasses.replace(run, place=Given(run.config, mesh))
 
 
-def _repeated(
-    train_step: TrainStep,
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    batch: Any,
-    mesh: Mesh,
-) -> Runner:
+def _repeated(train_step: TrainStep, run: Run, batch: Any) -> Runner:
     # A state of its own: each step donates, and so deletes, the state that it is given.
-    state = build_state(config, task, optimizer, [0])
+    state, mesh = run.first_state([0]), run.mesh
+    assert mesh is not None
     state, stacked = place((state, jax.tree.map(lambda x: x[None], batch)), mesh)
     return repeat(lambda state, t: train_step(state, stacked, t)[0], state)
 

@@ -18,9 +18,8 @@ from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import feed
 from train.figures.style import grid, to_svg
-from train.run.build import build_lone_step, build_state, build_steps
-from train.run.optimizers import build_optimizer
-from train.tasks.task import build_task
+from train.run.build import build_lone_step, build_steps
+from train.run.setup import make_run
 
 QUANTILES = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
@@ -72,16 +71,15 @@ def measure(config: Config, steps: int, rounds: int = 1) -> np.ndarray:
 
     Each worker trains alone, on its own data, with the whole machine.
     """
-    task, mesh = build_task(config.task), worker_mesh(1)
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    train_step = build_lone_step(config, task, optimizer, mesh)
+    run, mesh = make_run(config), worker_mesh(1)
+    train_step = build_lone_step(run, mesh)
 
     def start(worker: int) -> Any:
-        return place(build_state(config, task, optimizer, [worker]), mesh)
+        return place(run.first_state([worker]), mesh)
 
     def timed(worker: int) -> list[float]:
         state, seconds = start(worker), []
-        batches = feed(build_steps(config, task, [worker]))
+        batches = feed(build_steps(run, [worker]))
         for step in range(steps):
             batch = place(next(batches).arrays, mesh)
             began = time.perf_counter()
@@ -90,7 +88,7 @@ def measure(config: Config, steps: int, rounds: int = 1) -> np.ndarray:
         batches.close()
         return seconds
 
-    first = next(feed(build_steps(config, task, [0]))).arrays
+    first = next(feed(build_steps(run, [0]))).arrays
     jax.block_until_ready(train_step(start(0), place(first, mesh), 0))  # Compiles.
     workers = range(config.workers.num_workers)
     found = [[timed(worker) for worker in workers] for _ in range(rounds)]

@@ -9,8 +9,9 @@ import numpy as np
 from tests import line
 from tests.changes import changed
 from train.config import Config, LogConfig, PeerExchange, StepConfig, WorkersConfig
-from train.run.build import build_mesh
 from train.run.loop import train
+from train.run.place import build_place
+from train.run.setup import make_run
 from train.study.clock import Clock
 from train.study.replayed import train_by_clock
 from train.study.seeds import train_seeds
@@ -55,13 +56,15 @@ def of_loop(config: Config, folder: Path) -> object:
 
 def of_seeds(config: Config, folder: Path) -> object:
     del folder
-    return train_seeds(config, range(1), ignore, mesh=build_mesh(config)).workers
+    return train_seeds(make_run(config, build_place(config)), range(1), ignore).workers
 
 
 def of_the_clock(config: Config, folder: Path) -> object:
     del folder
     peers = changed(config, exchange=PeerExchange())
-    return train_by_clock(peers, range(1), ignore, Clock(compute="10ms")).workers
+    return train_by_clock(
+        make_run(peers), range(1), ignore, Clock(compute="10ms")
+    ).workers
 
 
 def effect(train_it, config: Config, folder: Path) -> object:

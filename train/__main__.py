@@ -14,7 +14,6 @@ if __name__ == "__main__":  # Before the other imports, which take seconds.
     end_imports_at_a_signal()
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import os
@@ -23,15 +22,12 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
-from decentjax.distributed.devices import provide_cpu_devices
-from decentjax.distributed.watch import close_watch, watch
 from train.cli.changes import as_changes, with_changes
 from train.cli.command import (
     FAILED,
@@ -57,9 +53,8 @@ from train.cli.sections import (
 )
 from train.cli.tables import quantity, words
 from train.config import Config
-from train.job.distributed import fail_stop, leave, start
-from train.job.peer_place import start_peer
 from train.run.loop import Outcome, train
+from train.run.place import build_place
 from train.run.resume import Resume, saved_config
 from train.run.run_info import add_results
 from train.run.sinks import Sink
@@ -231,14 +226,10 @@ def run_here(
 ) -> None:
     """Trains, alone or as one process of a job."""
     try:
-        with _starting():
+        with stoppable(but=[signal.SIGINT]):
             _run(config, run_dir, resume, init_from, trust, sinks)
     except Stopped:
         print(NOTHING_LOST)
-
-
-def _starting() -> contextlib.AbstractContextManager[None]:
-    return stoppable(but=[signal.SIGINT])
 
 
 def _run(config: Config, run_dir: Path, *how: Any) -> None:
@@ -250,38 +241,17 @@ def _run(config: Config, run_dir: Path, *how: Any) -> None:
             "give another path"
         )
     config = dataclasses.replace(config, task=resolved_task(config.task))
-    begin = functools.partial(train, config, run_dir, *how)
-    if config.is_apart:
-        start_peer(config)
-        outcome = begin()
-        close_watch()
-        finish_peer(outcome, config, run_dir)
-        return
-    if config.distributed.enabled:
-        with fail_stop():
-            workers = config.workers
-            each = workers.devices_per_worker
-            start(config.distributed, workers.num_workers, run_dir, each)
-            # jax has taken over SIGTERM, which it passes on to jobs of several.
-            alone = jax.process_count() == 1
-            with _starting() if alone else contextlib.nullcontext():
-                _train(begin, config, run_dir)
-        return
-    if config.workers.where == "mesh":
-        workers = config.workers
-        provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
-    if (deadline := config.distributed.deadline) is not None:
-        watch(deadline)
-    _train(begin, config, run_dir)
+    place = build_place(config, run_dir)
+    with place.start():
+        outcome = train(config, run_dir, *how)
+        if place.finish():
+            _show(outcome, config, run_dir)
+        elif place.watch is not None:
+            finish_peer(outcome, config, run_dir)
 
 
-def _train(begin: Callable[[], Outcome], config: Config, run_dir: Path) -> None:
-    """Trains; process 0 shows the results."""
-    outcome = begin()
-    # Process 0 plots and scores for longer than jax lets its peers wait at exit.
-    leave()
-    if jax.process_index() > 0:
-        return
+def _show(outcome: Outcome, config: Config, run_dir: Path) -> None:
+    """Shows the results, which a signal may end."""
     try:
         with stoppable():
             finish(outcome, config, run_dir)

@@ -33,11 +33,12 @@ from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
 from train.figures.style import save_svg
 from train.plain_files import write_whole
+from train.run.setup import make_run
 from train.study.clock import Clock
 from train.study.comparison import NO_UNITS, Entry, statements, table
 from train.study.outcome import SeedsOutcome, kept
-from train.study.replayed import train_by_clock
-from train.study.seeds import draws_of, seeds_at_once, train_seeds
+from train.study.replayed import train_simulated
+from train.study.seeds import draws_of, seeds_at_once
 from train.study.tune import (
     EDGE,
     UNFINISHED,
@@ -318,7 +319,8 @@ def _ends(config: Config, seeds: range, clock: Clock) -> Sequence[float]:
     """When each number of steps is done, [T + 1], or without a clock the number."""
     if not clock.runs and not config.is_apart:
         return range(config.num_steps + 1)
-    runs = [clock.run(config, seed).times for seed in seeds]
+    run = make_run(config)
+    runs = [clock.run(run, seed).times for seed in seeds]
     return [0.0, *np.mean([times.end for times in runs], axis=(0, 2)).tolist()]
 
 
@@ -363,9 +365,8 @@ def _trained(
 
     def train() -> SeedsOutcome:
         with progress(title, num_steps) as report:
-            if is_late:
-                return train_by_clock(config, seeds, report, clock, task)
-            return train_seeds(config, seeds, report, at_once, task)
+            run = make_run(config, task=task)
+            return train_simulated(run, seeds, report, clock, at_once)
 
     facts = {"clock": clock.facts()} if is_late else {}
     return kept(out / f"{name}.json", config, seeds, train, facts)

@@ -32,14 +32,14 @@ from train.network import MaybeRate
 from train.plain_files import write_whole
 from train.run.resume import saved_config
 from train.run.scores import read_trained
+from train.run.setup import make_run
 from train.run.used_record import read_used
 from train.store.folder import check_links, process_folders
 from train.store.timeline import read_timelines
 from train.study.clock import Clock
 from train.study.lives import read_lives
-from train.study.outcome import kept
-from train.study.replayed import repeat, train_by_clock
-from train.study.seeds import train_seeds
+from train.study.outcome import SeedsOutcome, kept
+from train.study.replayed import repeat, train_simulated
 from train.study.what_if import (
     TriedSetting,
     compute_times,
@@ -120,8 +120,8 @@ def replay(run: Path, trust: Sequence[str] = ()) -> dict[int, float]:
         recorded = len({(one.worker, one.step) for one in used})
         count = recorded if lives is None else sum(len(one.places) for one in lives)
         bar = progress.add_task(f"steps of {num_workers} workers", total=count)
-        given = trained.config, trained.task, used
-        states = repeat(*given, lambda *_: progress.advance(bar), lives)
+        one = make_run(trained.config, task=trained.task)
+        states = repeat(one, used, lambda *_: progress.advance(bar), lives)
     differences = {
         worker: _difference(state.params, trained.worker(worker)[0])
         for worker, state in enumerate(states)
@@ -190,7 +190,8 @@ def what_if(
     clock = Clock(trace=out / "compute.npy", between=between)
     task, every = build_task(own.task), [((), own), *others]
     for _, config in every:
-        clock.run(config, config.seed)  # For its errors, before hours of training.
+        # For its errors, before hours of training.
+        clock.run(make_run(config), config.seed)
     settings = [
         _tried(values, config, clock, out, f"{number} of {len(every)}")
         for number, (values, config) in enumerate(every, 1)
@@ -214,15 +215,13 @@ def _tried(
 ) -> TriedSetting:
     """What training with a setting comes to, from the folder or trained now."""
     name, seeds = _named(values), range(config.seed, config.seed + 1)
-    task = build_task(config.task)
+    run = make_run(config)
 
-    def train() -> Any:
+    def train() -> SeedsOutcome:
         with progress_line(f"{place}: {name}", config.num_steps) as report:
-            if config.is_apart:
-                return train_by_clock(config, seeds, report, clock, task)
-            return train_seeds(config, seeds, report, None, task)
+            return train_simulated(run, seeds, report, clock)
 
-    timed = clock.run(config, config.seed)
+    timed = clock.run(run, config.seed)
     outcome = kept(
         out / f"{file_name(name)}.json", config, seeds, train, {"clock": clock.facts()}
     )

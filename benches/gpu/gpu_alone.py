@@ -20,7 +20,7 @@ from train.cli.load import load_config
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
 from train.config import Config, TopologyName
-from train.run.build import build_state
+from train.run.setup import Run, make_run
 from train.targets import peak_flops
 from train.tasks.task import Task
 
@@ -56,15 +56,16 @@ def measure(bench: GpuBench) -> GpuTiming:
     config = of_workers(bench, 1, "complete")
     task = config.task.build()
     batch = first_batch(config, task)
-    adamw = optax.adamw(1e-4)
-    accum = accum_adamw(1e-4, accum_steps=config.optimizer.accum_steps)
-    plain, flops = plain_step(config, task, adamw, batch)
-    update, update_bytes, compiled_bytes = update_step(config, task)
+    accum_steps = config.optimizer.accum_steps
+    optimizers = optax.adamw(1e-4), accum_adamw(1e-4, accum_steps=accum_steps)
+    adamw, accum = (make_run(config, None, task, one) for one in optimizers)
+    plain, flops = plain_step(adamw, batch)
+    update, update_bytes, compiled_bytes = update_step(accum)
     copy, copied_bytes = copy_step(task)
     runners = {
         PLAIN: plain,
-        OURS: our_step(config, task, adamw, batch),
-        ACCUM: our_step(config, task, accum, batch),
+        OURS: our_step(adamw, batch),
+        ACCUM: our_step(accum, batch),
         UPDATE: update,
         COPY: copy,
     }
@@ -99,7 +100,7 @@ def first_batch(config: Config, task: Task) -> Any:
     return jax.tree.map(lambda x: x[0], batch.arrays)
 
 
-def update_step(config: Config, task: Task) -> tuple[Runner, float, float]:
+def update_step(run: Run) -> tuple[Runner, float, float]:
     """Returns `UPDATES` updates of AccumAdamW, and the bytes of one.
 
     First the bytes that it must move, then those that it moves as compiled. It reads
@@ -110,8 +111,7 @@ def update_step(config: Config, task: Task) -> tuple[Runner, float, float]:
     Several updates are one program, as on a GPU the host needs longer to pass the
     hundreds of arrays of a call than the device to update them.
     """
-    accum_steps = config.optimizer.accum_steps
-    optimizer = accum_adamw(1e-4, accum_steps=accum_steps)
+    accum_steps, optimizer = run.config.optimizer.accum_steps, run.optimizer
 
     def update(params, opt_state, grads):
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -125,7 +125,7 @@ def update_step(config: Config, task: Task) -> tuple[Runner, float, float]:
         return lax.fori_loop(0, UPDATES, once, (params, opt_state))
 
     step, steps = (jax.jit(f, donate_argnums=(0, 1)) for f in (update, updates))
-    worker = build_state(config, task, optimizer, [0])
+    worker = run.first_state([0])
     params, opt_state = jax.tree.map(lambda x: x[0], worker[:2])
     grads = jax.tree.map(jnp.ones_like, params)
     model_bytes = sum(x.nbytes for x in jax.tree.leaves(params))

@@ -1,6 +1,7 @@
 """One of several processes that share a GPU. Started by `benches.gpu.gpu`."""
 
 import contextlib
+import dataclasses
 import sys
 from typing import Any
 
@@ -19,10 +20,9 @@ from decentjax.placement import local_workers
 from decentjax.updates import Adapt
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
-from train.config import Config, DistributedConfig
+from train.config import DistributedConfig
 from train.job.distributed import fail_stop, start
-from train.run.build import build_state
-from train.tasks.task import Task
+from train.run.setup import Run, make_run
 
 
 def main(options: str, port: str, rank: str) -> None:
@@ -46,36 +46,28 @@ def measure(bench: GpuBench) -> dict[str, float]:
     config = of_workers(bench, bench.processes, "one_peer_exponential")
     task = config.task.build()
     with contextlib.ExitStack() as stack:
-        shared = runners(config, task, optax.adamw(1e-4), stack)
+        run = make_run(config, task=task, optimizer=optax.adamw(1e-4))
+        shared = runners(run, stack)
         # Quiet, as the lines of all processes go to one terminal.
         return in_turns(shared, bench.rounds, bench.steps, PlainConsole(quiet=True))
 
 
-def runners(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    stack: contextlib.ExitStack,
-) -> dict[str, Runner]:
+def runners(run: Run, stack: contextlib.ExitStack) -> dict[str, Runner]:
     """Returns the step without messages, messages without the step, and both.
 
     Args:
-      config: config of all workers.
-      task: its task.
-      optimizer: local optimizer.
+      run: a run of all workers.
       stack: stack of contexts that closes the threads of the exchanges.
     """
-    batch = first_batch(config, task)
+    batch, config = first_batch(run.config, run.task), run.config
     alone = worker_mesh(1, jax.local_devices())
     all_workers = worker_mesh(config.workers.num_workers)
     graph, no_peers = config.topology.build(config.workers), topology.complete(1)
 
-    def runner(
-        optimizer: optax.GradientTransformation, local: Adapt, graph: Topology
-    ) -> Runner:
+    def runner(run: Run, local: Adapt, graph: Topology) -> Runner:
         mesh = alone if graph is no_peers else all_workers
         workers = local_workers(mesh)
-        rows = build_state(config, task, optimizer, workers)
+        rows = run.first_state(workers)
         stacked = jax.tree.map(lambda x: np.stack([x] * len(workers)), batch)
         state, stacked = place((rows, stacked), mesh)
         host = None if graph is no_peers else host_mesh(mesh)
@@ -87,12 +79,13 @@ def runners(
             lambda state, t: train_step(state, stacked, t)[0], state, train_step.settle
         )
 
-    step = local_update(loss_fn=task.loss_fn, optimizer=optimizer)
+    step = local_update(loss_fn=run.task.loss_fn, optimizer=run.optimizer)
+    without = dataclasses.replace(run, optimizer=optax.identity())
     return {
-        COMPUTE: runner(optimizer, step, no_peers),
+        COMPUTE: runner(run, step, no_peers),
         # Without moments: they are not exchanged, and the memory holds three states.
-        EXCHANGE: runner(optax.identity(), _nothing, graph),
-        BOTH: runner(optimizer, step, graph),
+        EXCHANGE: runner(without, _nothing, graph),
+        BOTH: runner(run, step, graph),
     }
 
 

@@ -13,6 +13,7 @@ from train.cli.changes import with_fields
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.config import Config
+from train.run.setup import make_run
 from train.study.outcome import SeedsOutcome, kept
 from train.study.seeds import train_seeds
 from train.study.tune import half
@@ -170,6 +171,6 @@ def _trained(
 
     def train() -> SeedsOutcome:
         with progress(path.stem, config.num_steps) as report:
-            return train_seeds(config, seeds, report, task=task)
+            return train_seeds(make_run(config, task=task), seeds, report)
 
     return kept(path, config, seeds, train)

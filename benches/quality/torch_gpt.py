@@ -27,6 +27,7 @@ from train.data.batches import feed
 from train.models.gpt import GPTConfig
 from train.run.build import build_steps
 from train.run.optimizers import build_schedule
+from train.run.setup import make_run
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Task
 
@@ -167,7 +168,7 @@ class TorchTrainer:
 
 
 def _batches(config: Config, task: Task) -> Iterator[torch.Tensor]:
-    for batch in feed(build_steps(config, task, [dist.get_rank()])):
+    for batch in feed(build_steps(make_run(config, task=task), [dist.get_rank()])):
         yield torch.from_numpy(np.asarray(batch.arrays[0], np.int64))
 
 

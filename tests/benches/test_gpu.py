@@ -45,7 +45,7 @@ from decentjax.optim import accum_adamw
 from tests import tiny
 from tests.checkout import ENV, ROOT
 from tests.gpus import compiled, gpu_mesh, shapes
-from train.run.build import build_state
+from train.run.setup import make_run
 
 # A compiler without a device reads no program from the cache of compiled programs.
 pytestmark = pytest.mark.filterwarnings(
@@ -178,17 +178,18 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
     batch = first_batch(config, task)
     assert batch.shape == (3, 8 + 1)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    plain, flops = plain_step(config, task, optimizer, batch)
+    run = make_run(config, task=task, optimizer=optimizer)
+    plain, flops = plain_step(run, batch)
     # Four matmuls of width 16 in its one block, the logits, and the attention; and the
     # backward pass of twice as many.
     assert flops == 3 * 2 * 3 * 8 * (12 * 16**2 + 256 * 16 + 2 * 8 * 16)
-    ours = our_step(config, task, optimizer, batch)
-    wrapped = wrapped_step(config, task, optimizer, batch)
+    ours = our_step(run, batch)
+    wrapped = wrapped_step(run, batch)
     for _ in range(3):
         params, _, _ = plain.step()
         state, other_state = ours.step(), wrapped.step()
 
-    start = build_state(config, task, optimizer, [0]).params
+    start = run.first_state([0]).params
     wanted = jax.tree.map(lambda x: x[0], start)
     opt_state = optimizer.init(wanted)
     gradient = jax.jit(jax.grad(task.loss_fn, has_aux=True))
@@ -211,16 +212,16 @@ def test_what_the_processes_do_is_a_step_an_exchange_and_both():
     config = of_workers(GpuBench(config=TINY, batch=8), 4, "one_peer_exponential")
     task = config.task.build()
     optimizer = optax.sgd(0.1, momentum=0.9)
-    after = {}
+    run, after = make_run(config, task=task, optimizer=optimizer), {}
     with contextlib.ExitStack() as stack:
-        shared = runners(config, task, optimizer, stack)
+        shared = runners(run, stack)
         for name, runner in shared.items():
             runner.step()
             after[name] = jax.tree.leaves(runner.step().params)
             runner.finish()
 
     def start():
-        return build_state(config, task, optimizer, range(4))
+        return run.first_state(range(4))
 
     batch = np.stack([first_batch(config, task)] * 4)
     local = local_update(loss_fn=task.loss_fn, optimizer=optimizer)

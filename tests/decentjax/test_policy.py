@@ -48,6 +48,7 @@ from train.run.loop import train
 from train.run.optimizers import build_schedule
 from train.run.policy_choice import build_policy
 from train.run.resume import Resume
+from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.study.seeds import train_seeds
 
@@ -352,7 +353,7 @@ def test_a_policy_takes_the_same_graphs_alone_and_as_seeds(name, options, tmp_pa
         config = dataclasses.replace(config, step=step)
     train(config, tmp_path / "alone")
     alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
-    together = train_seeds(config, range(2), lambda *_: None)
+    together = train_seeds(make_run(config), range(2), lambda *_: None)
     seeds = [values[0] for _, values in together.losses]
     np.testing.assert_allclose(alone, seeds, rtol=1e-4)
     if name == "merged":

@@ -31,6 +31,7 @@ from train.config import (
 )
 from train.figures.comparison_figure import draw_comparison
 from train.run.loop import train
+from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.study.clock import Clock
 from train.study.comparison import Entry, holm, statements, table
@@ -146,7 +147,7 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
         optimizer=dict(learning_rate=0.1),
     )
     every_2 = changed(config, log=LogConfig(every_steps=2))
-    together = train_seeds(every_2, range(3, 5), ignore)
+    together = train_seeds(make_run(every_2), range(3, 5), ignore)
     for k, seed in enumerate((3, 4)):
         alone = tmp_path / f"{algorithm}{seed}"
         train(changed(config, seed=seed), alone)
@@ -179,7 +180,7 @@ def test_what_a_worker_drops_is_dropped_in_seeds_too(tmp_path, capsys):
         step=dict(not_finite="quarantine"),
         task=line.Line(poison="loss", poison_step=3),
     )
-    together = train_seeds(config, range(2), ignore)
+    together = train_seeds(make_run(config), range(2), ignore)
     said = "updates that were not finite were dropped, of the seeds in turn 1, 1\n"
     assert said in capsys.readouterr().err
     train(changed(config, seed=1), tmp_path)
@@ -199,7 +200,7 @@ def test_a_step_in_which_no_update_is_finite_has_no_loss_in_seeds():
     workers = WorkersConfig(num_workers=1)
     alone = TopologyConfig(name="alone")
     config = changed(LINE, step=step, task=task, workers=workers, topology=alone)
-    losses = train_seeds(config, range(1), ignore).losses
+    losses = train_seeds(make_run(config), range(1), ignore).losses
     assert [bool(np.isfinite(one).all()) for _, one in losses] == [
         step != 3 for step in range(1, 7)
     ]
@@ -208,8 +209,10 @@ def test_a_step_in_which_no_update_is_finite_has_no_loss_in_seeds():
 @pytest.mark.slow
 def test_seeds_a_few_at_once_are_those_of_all_at_once():
     steps = []
-    some = train_seeds(LINE, range(3), lambda step, words: steps.append(step), 2)
-    whole = train_seeds(LINE, range(3), ignore)
+    some = train_seeds(
+        make_run(LINE), range(3), lambda step, words: steps.append(step), 2
+    )
+    whole = train_seeds(make_run(LINE), range(3), ignore)
     assert steps == list(range(1, 13))
     assert some.tensors == whole.tensors
     names = set(SeedsOutcome._fields) - {"seconds", "tensors"}
@@ -226,7 +229,7 @@ def test_seeds_a_few_at_once_are_those_of_all_at_once():
 def test_a_loss_that_is_not_finite_ends_the_seeds():
     config = changed(LINE, optimizer=dict(learning_rate=1e30, warmup_steps=0))
     with pytest.raises(FloatingPointError, match="after step"):
-        train_seeds(config, range(1), ignore)
+        train_seeds(make_run(config), range(1), ignore)
 
 
 @pytest.mark.slow
@@ -268,9 +271,9 @@ def test_by_the_clock_nobody_is_late_where_all_take_as_long(config, way):
     """Then it is the run whose exchanges are in the step."""
     clock, wanted = (
         Clock(compute="10ms", sigma=0),
-        train_seeds(config, range(2), ignore),
+        train_seeds(make_run(config), range(2), ignore),
     )
-    found = train_by_clock(by_peers(config, way), range(2), ignore, clock)
+    found = train_by_clock(make_run(by_peers(config, way)), range(2), ignore, clock)
     assert [step for step, _ in found.losses] == [step for step, _ in wanted.losses]
     for name in ("training_loss", "workers"):
         got, want = (jax.tree.leaves(getattr(x, name)) for x in (found, wanted))
@@ -292,8 +295,8 @@ def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
     clock = Clock(trace=tmp_path / "times.npy")
     np.save(clock.trace, times)
     config = changed(WAGMA, num_steps=8)
-    late = clock.run(by_peers(config, "wagma"), 0)
-    waiting = clock.run(config, 0)
+    late = clock.run(make_run(by_peers(config, "wagma")), 0)
+    waiting = clock.run(make_run(config), 0)
     # Two means of all, for each of which each worker was late once.
     np.testing.assert_allclose(late.times.end[-1], 2 * 9.0)
     assert (waiting.times.end[-1] > 2 * 12.0).all()
@@ -320,13 +323,13 @@ def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
 )
 def test_what_has_no_clock_is_refused(config, clock, words):
     with pytest.raises(ValueError, match=words):
-        clock.run(config, 0)
+        clock.run(make_run(config), 0)
 
 
 def sent_seconds(config) -> float:
     """How long a run takes in which messages are all."""
     clock = Clock(compute="1us", sigma=0, between="1kbit")
-    return clock.run(config, 0).times.end.max()
+    return clock.run(make_run(config), 0).times.end.max()
 
 
 def test_a_message_takes_as_long_as_it_is():
@@ -354,12 +357,8 @@ def test_half_a_clock_is_refused(options, words):
 
 def test_late_workers_delay_a_mean_of_all():
     clock = Clock(compute="10ms", sigma=0, late_workers=1, late_by="90ms")
-    times = clock.run(
-        changed(
-            RING, step=dict(algorithm="all_reduce", message_dtype=None), num_steps=8
-        ),
-        0,
-    ).times
+    step = dict(algorithm="all_reduce", message_dtype=None)
+    times = clock.run(make_run(changed(RING, step=step, num_steps=8)), 0).times
     np.testing.assert_allclose(times.end[-1], 8 * 0.1)
 
 
@@ -403,16 +402,16 @@ def test_peers_that_wait_have_a_clock():
     """All in lockstep at the pace of the slowest, and rounds without it."""
     clock = Clock(compute="1s", sigma=0, late_workers=1, late_by="2s")
     config = changed(RING, num_steps=30)
-    hasty = clock.run(by_peers(config, "arrived"), 0)
+    hasty = clock.run(make_run(by_peers(config, "arrived")), 0)
     waits = changed(config, exchange=PeerExchange(patience=None))
-    patient = clock.run(waits, 0)
+    patient = clock.run(make_run(waits), 0)
     # A neighbour of the late worker waits for it.
     assert patient.times.end[-1].mean() > 1.1 * hasty.times.end[-1].mean()
     assert all(one.models for one in patient.records)
     assert {x.step - one.step for one in patient.records for x in one.models} == {0}
     quorum = QuorumExchange(patience=0.0)
     config = changed(ROUNDS, num_steps=30, exchange=quorum)
-    timed = clock.run(config, 0)
+    timed = clock.run(make_run(config), 0)
     assert {one.step for one in timed.records if one.models} <= {4, 9, 14, 19, 24, 29}
     assert min(map(len, timed.steps)) < 30
     assert all(own[-1] == 29 for own in timed.steps)
@@ -797,9 +796,13 @@ def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
         step=changed(LINE.step, algorithm="all_reduce"),
         optimizer=changed(optimizer, name="adamw"),
     )
-    losses = np.array([v for _, v in train_seeds(still, range(2), ignore).losses])
+    losses = np.array(
+        [v for _, v in train_seeds(make_run(still), range(2), ignore).losses]
+    )
     assert (losses[:, 0] != losses[:, 1]).all()
-    got = [values for _, values in train_seeds(other, range(2), ignore).losses]
+    got = [
+        values for _, values in train_seeds(make_run(other), range(2), ignore).losses
+    ]
     np.testing.assert_allclose(got, losses, rtol=1e-6)
 
 
@@ -864,7 +867,9 @@ def test_single_workers_are_compared_by_the_headline():
 def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
     config = changed(LINE, num_steps=11)
     fine, coarse = (
-        train_seeds(changed(config, log=LogConfig(every_steps=k)), range(2), ignore)
+        train_seeds(
+            make_run(changed(config, log=LogConfig(every_steps=k))), range(2), ignore
+        )
         for k in (1, 100)
     )
     losses = [values for _, values in fine.losses]
@@ -873,5 +878,5 @@ def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
         got = Entry("a", run, None).scores()["training_loss"]
         np.testing.assert_allclose(got, np.mean(losses[-2:], axis=0), rtol=1e-6)
     ten = changed(config, num_steps=10, log=LogConfig(every_steps=1))
-    one = train_seeds(ten, range(1), ignore)
+    one = train_seeds(make_run(ten), range(1), ignore)
     np.testing.assert_allclose(one.training_loss, one.losses[-1][1], rtol=1e-6)

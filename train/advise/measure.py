@@ -31,15 +31,9 @@ from train.config import Config, RoundsConfig
 from train.job.distributed import gather
 from train.network import GBIT, duration
 from train.run.array_placement import put_batch, put_state
-from train.run.build import (
-    build_lone_step,
-    build_mesh,
-    build_state,
-    build_steps,
-)
-from train.run.method import build_method
-from train.run.optimizers import build_optimizer
-from train.tasks.task import Task, build_task
+from train.run.build import build_lone_step, build_steps
+from train.run.place import build_place
+from train.run.setup import Run, make_run
 
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.
 
@@ -58,7 +52,8 @@ def measure(config: Config, num_steps: int) -> Setting:
     step = dataclasses.replace(config.step, algorithm="awc")
     method, none = config.method, {"rounds": RoundsConfig(), "method": None}
     config = dataclasses.replace(config, step=step, **none)
-    mesh = build_mesh(config)
+    run = make_run(config, build_place(config))
+    mesh = run.mesh
     if mesh is None:
         raise ValueError(
             "simulated workers send no messages to measure: start processes, "
@@ -73,19 +68,18 @@ def measure(config: Config, num_steps: int) -> Setting:
         )
     own = (config.topology,)
     fit, _ = fitting(num_workers, local, own)
-    task = build_task(config.task)
     console = PlainConsole(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
-        trace = _compute_times(config, task, mesh, num_steps)
-    exchanges = _Exchanges(config, task, mesh)
+        trace = _compute_times(run, mesh, num_steps)
+    exchanges = _Exchanges(run, mesh)
     with console.status("sending"):
-        cluster = _cluster(config, exchanges)
+        cluster = _cluster(local, exchanges)
     measured: dict[Topology | None, float] = {None: exchanges.all_reduce()}
     for _, topology in over(fit, "exchanging", console):
         if not console.is_terminal:
             console.print(f"exchanging: {topology.name}")
         measured[topology] = float(np.mean([exchanges.exchange(e) for e in topology]))
-    overlap = _overlap(config, mesh)
+    overlap = _overlap(run)
     job = Job(
         model_bytes=exchanges.model_bytes,
         compute=runtime.trace(trace),
@@ -127,23 +121,22 @@ class _Exchanges:
     """Measures exchanges as training would run them, each once.
 
     Args:
-      config: config of the run.
-      task: task of the run, built.
+      run: the run.
       mesh: mesh of the models. If a worker is a slice of it, each of its devices
         exchanges its own shards.
     """
 
-    def __init__(self, config: Config, task: Task, mesh: Mesh):
+    def __init__(self, run: Run, mesh: Mesh):
         self.num_workers = mesh.shape[AXIS]
-        self.in_background = build_method(config).is_in_thread(config, mesh)
+        self.in_background = run.is_in_thread
         # A second thread on an accelerator's hosts sends over the host's own network.
         over_host = self.in_background and jax.default_backend() != "cpu"
         self.lanes = lanes_of(mesh)
         self.exchange_lanes = lanes_of(host_mesh(mesh)) if over_host else self.lanes
-        self.message_dtype = config.step.message_dtype
-        state = build_state(config, task, _optimizer(config), local_workers(mesh))
+        self.message_dtype = run.config.step.message_dtype
+        state = run.first_state(run.place.workers)
         rows = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
-        self.models = in_lanes(put_state(rows, mesh, task.shard), self.lanes)
+        self.models = in_lanes(run.put(rows), self.lanes)
         dtypes = [jnp.dtype(self.message_dtype or x.dtype) for x in rows]
         sizes = [x[0].size for x in rows]
         pairs = zip(sizes, dtypes, strict=True)
@@ -185,19 +178,15 @@ class _Exchanges:
         return _seconds(compiled_mix(exchange, Lowering(), lane), few)
 
 
-def _compute_times(
-    config: Config, task: Task, mesh: Mesh, num_steps: int
-) -> np.ndarray:
+def _compute_times(run: Run, mesh: Mesh, num_steps: int) -> np.ndarray:
     """Returns the seconds of each step of each worker without exchanges, [T, N]."""
-    mine = local_workers(mesh)
-    optimizer = _optimizer(config)
+    mine = run.place.workers
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     num_workers = mesh.shape[AXIS]
     alone = worker_mesh(len(mine), devices, mesh.size // num_workers)
-    train_step = build_lone_step(config, task, optimizer, alone)
-    state = build_state(config, task, optimizer, mine)
-    state = put_state(state, alone, task.shard)
-    steps = build_steps(config, task, mine)
+    train_step = build_lone_step(run, alone)
+    state = put_state(run.first_state(mine), alone, run.task.shard)
+    steps = build_steps(run, mine)
     batches = [batch for t in range(num_steps) if (batch := steps[t]) is not None]
     seconds: list[float] = []
     for measured in (False, True):  # The first pass compiles each shape of a batch.
@@ -214,12 +203,15 @@ def _compute_times(
     return trace
 
 
-def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
+def _cluster(local: int, exchanges: _Exchanges) -> Cluster:
     """Measures rates and latencies: a mean inside nodes, a message between them.
 
     A tiny exchange takes the latency alone, so the rate is that of the rest.
+
+    Args:
+      local: number of workers of a node.
+      exchanges: what measures them.
     """
-    local = config.workers.workers_per_node
     num_nodes = exchanges.num_workers // local
     inside = between = math.inf
     inside_latency = between_latency = of_inside = 0.0
@@ -250,15 +242,11 @@ def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
     )
 
 
-def _overlap(config: Config, mesh: Mesh) -> Overlap:
-    if build_method(config).is_in_thread(config, mesh):
+def _overlap(run: Run) -> Overlap:
+    if run.is_in_thread:
         return "background"
     # A CPU's compiled step hides nothing.
     return "none" if jax.default_backend() == "cpu" else "in_step"
-
-
-def _optimizer(config: Config) -> Any:
-    return build_optimizer(config.optimizer, config.num_steps)
 
 
 def _in_parallel(functions: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:

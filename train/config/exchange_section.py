@@ -110,6 +110,11 @@ class PeerExchange(ApartExchange):
                 f"finite exchange.patience, got {self.way} and {self.patience}"
             )
 
+    def quorum_of(self, num_workers: int) -> int:
+        """The number of live workers below which a process waits."""
+        del num_workers
+        return self.quorum
+
 
 @checked
 class QuorumExchange(ApartExchange):

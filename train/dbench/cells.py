@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from train.config import Config
 from train.dbench.grid import Cell
-from train.run.build import build_mesh
+from train.run.place import build_place
+from train.run.setup import make_run
 from train.study.outcome import Report, SeedsOutcome, kept
 from train.study.seeds import seeds_at_once, train_seeds
 from train.study.tune import Best, Grid, choose
@@ -64,8 +65,9 @@ def train_cell(
             report(before + step, words)
 
         def run() -> SeedsOutcome:
-            mesh = build_mesh(config)
-            return train_seeds(config, of, report_all, task=task, mesh=mesh)
+            return train_seeds(
+                make_run(config, build_place(config), task), of, report_all
+            )
 
         outcome = kept(out / f"{name}.json", config, of, run)
         report(done, "done")

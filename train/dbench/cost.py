@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decentjax import local_update
 from train.config import Config
 from train.dbench.grid import Cell
-from train.run.build import build_state
-from train.run.optimizers import build_optimizer
+from train.run.setup import make_run
 from train.study.seeds import seeds_at_once
 from train.tasks.task import Task
 
@@ -94,14 +92,11 @@ def _on_a_device(config: Config, num_workers: int) -> int:
 
 
 def _measure(config: Config, task: Task) -> Cost:
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    stacked = build_state(config, task, optimizer, [0])
-    state = jax.tree.map(lambda x: x[0], stacked)
+    run = make_run(config, task=task)
+    state = jax.tree.map(lambda x: x[0], run.first_state([0]))
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    parts = config.step.num_micro_batches
-    local = local_update(task.loss_fn, optimizer, parts)
-    compiled = jax.jit(local).lower(state, batch, state.params).compile()
+    compiled = jax.jit(run.local).lower(state, batch, state.params).compile()
     found = compiled.memory_analysis()
     beside = 0 if found is None else found.temp_size_in_bytes
     seconds = []

@@ -19,11 +19,10 @@ from train import targets
 from train.config import BackgroundExchange, Config
 from train.network import rate
 from train.run.array_placement import check_examples, of_examples, shapes_on
-from train.run.build import build_in_step, build_state
-from train.run.method import build_method
-from train.run.optimizers import build_optimizer
+from train.run.build import build_in_step
+from train.run.place import Given
+from train.run.setup import make_run
 from train.targets import Gpu, Target
-from train.tasks.task import build_task
 from train.xla import COMPILE_ONLY, read_options
 
 Options = Mapping[str, str | bool | bytes]
@@ -136,12 +135,10 @@ class Preflight:
     ):
         self.config, self.target = config, target
         self.mesh, self.network = mesh, network
-        task = build_task(config.task)
-        optimizer = build_optimizer(config.optimizer, config.num_steps)
-        self.train_step = build_in_step(config, task, optimizer, mesh)
-        workers = range(config.workers.num_workers)
-        self.method = build_method(config, task)
-        state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
+        run = make_run(config, Given(config, mesh))
+        self.train_step, self.method = build_in_step(run), run.method
+        task, workers = run.task, range(config.workers.num_workers)
+        state = jax.eval_shape(lambda: run.first_state(workers))
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype),
             task.batch_shape(config.step.batch_per_worker),

@@ -1,4 +1,4 @@
-"""From a config to what runs: mesh, initial state, optimizer, train step."""
+"""The batches and the train step of a run."""
 
 import contextlib
 import time
@@ -7,110 +7,20 @@ from typing import Any
 
 import grain
 import jax
-import optax
 from jax.sharding import Mesh
 
-from decentjax import (
-    AXIS,
-    TrainStep,
-    WorkerState,
-    gossip,
-    init_state,
-    local_update,
-    on_mesh,
-    simulate,
-    worker_mesh,
-)
+from decentjax import AXIS, TrainStep, WorkerState, gossip, on_mesh, simulate
 from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
 from decentjax.topology import alone
-from decentjax.updates import LocalUpdate, LossFn, Metrics, kinds
-from train.config import BackgroundExchange, Config, StepConfig
+from decentjax.updates import Metrics
+from train.config import StepConfig
 from train.data.batches import Batch, deal
-from train.job.distributed import job_mesh, meet
-from train.job.peer_place import peer_place
 from train.run.check_task import check_takes
-from train.run.method import InThread, Method, build_method
-from train.run.nonfinite import poison_gradient, quarantined
+from train.run.method import InThread
 from train.run.policy_choice import Chooser
-from train.tasks.task import Task
+from train.run.setup import Run
 from train.xla import check_options, read_options
-
-
-def build_mesh(config: Config) -> Mesh | None:
-    """The devices of the workers, of peers its own; none where they are simulated.
-
-    Raises:
-      ValueError: if simulated workers are to exchange in a second thread, or to have
-        several devices.
-    """
-    slices = config.workers.devices_per_worker
-    if config.is_apart:
-        count = len(peer_place(config).workers)
-        return worker_mesh(count, devices_per_worker=slices)
-    if config.distributed.enabled:
-        return job_mesh(config, meet(config))
-    if config.workers.where == "mesh":
-        count = config.workers.num_workers
-        return worker_mesh(count, devices_per_worker=slices)
-    if slices > 1:
-        raise ValueError(
-            "simulated workers share one device, got devices_per_worker = "
-            f'{slices}: set workers.where = "mesh", or start several processes'
-        )
-    if isinstance(config.exchange, BackgroundExchange):
-        raise ValueError(
-            'simulated workers send nothing: exchange = "background" needs '
-            'workers.where = "mesh", or several processes'
-        )
-    return None
-
-
-def build_state(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    workers: Sequence[int],
-    model: tuple[Any, Any] | None = None,
-) -> WorkerState:
-    """Returns the stacked initial state of some workers; all start from one model.
-
-    Args:
-      config: config of the run.
-      task: the trained task.
-      optimizer: optimizer whose state each worker has.
-      workers: numbers of the workers, ascending.
-      model: initial params and model state; by default drawn from the config's seed.
-
-    Raises:
-      ValueError: if the model does not fit the task.
-    """
-
-    method = build_method(config, task)
-
-    # One program: without jit each leaf would be a dispatch, and exist twice.
-    @jax.jit
-    def stack(params, model_state, key):
-        state = init_state(params, optimizer, key, method.plan, model_state, workers)
-        return method.with_graph(state, workers)
-
-    model_key, workers_key = jax.random.split(jax.random.key(config.seed))
-    if model is None:
-        return stack(*jax.jit(task.init)(model_key), workers_key)
-    _check_same_kind(model, jax.eval_shape(task.init, model_key))
-    return stack(*model, workers_key)
-
-
-def _check_same_kind(model: Any, wanted: Any) -> None:
-    """Raises if leaves, shapes or dtypes differ, with the first that does."""
-    got, want = kinds(model), kinds(wanted)
-    wrong = [name for name in want | got if got.get(name) != want.get(name)]
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"the model to start from does not fit: {len(wrong)} parameters differ, "
-            f"such as {name}, wanted {want.get(name)}, got {got.get(name)}"
-        )
 
 
 class InStep(contextlib.nullcontext):
@@ -145,15 +55,15 @@ class InStep(contextlib.nullcontext):
 LoopStep = InStep | InThread | gossip.Peers
 
 
-def build_steps(
-    config: Config, task: Task, workers: Sequence[int]
-) -> grain.MapDataset[Batch]:
+def build_steps(run: Run, workers: Sequence[int]) -> grain.MapDataset[Batch]:
     """The batches of all steps, with the rows of some workers.
 
     Raises:
       ValueError: if classes are to be dealt, and the task has none, or its steps are
         no grain.MapDataset.
     """
+    config, task = run.config, run.task
+    count, size = config.workers.num_workers, config.step.batch_per_worker
     parts: dict[str, Any] = {"multiple_of": config.step.num_micro_batches}
     if config.data.skew is not None:
         if task.labels is None:
@@ -162,11 +72,9 @@ def build_steps(
                 "none: leave it at None"
             )
         _, alpha = config.data.skew
-        count = config.workers.num_workers
         parts["parts"] = deal(task.labels(), count, alpha, config.seed)
     names = "num_workers", "batch_per_worker", "seed", "workers"
     check_takes(task.steps, "steps", *names, **parts)
-    count, size = config.workers.num_workers, config.step.batch_per_worker
     steps = task.steps(count, size, config.seed, workers, **parts)
     if not isinstance(steps, grain.MapDataset):
         raise ValueError(
@@ -176,27 +84,19 @@ def build_steps(
     return steps
 
 
-def build_train_step(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | None,
-    record: Record | None = None,
-) -> LoopStep:
-    """The step of the config's method, with its exchange inside or in a thread."""
-    method = build_method(config, task)
-    if not method.is_in_thread(config, mesh):
-        options, policy = step_options(config, mesh), method.policy
-        step = build_in_step(config, task, optimizer, mesh, options, method)
-        chooser = None
+def build_train_step(run: Run, record: Record | None = None) -> LoopStep:
+    """The step of a run, with its exchange inside or in a thread."""
+    policy, mesh = run.method.policy, run.mesh
+    if not run.is_in_thread:
+        step, chooser = build_in_step(run, step_options(run)), None
         if policy is not None and policy.measures:
-            chooser = Chooser(policy, config.policy)
+            chooser = Chooser(policy, run.config.policy)
         return InStep(step, chooser, record)
-    assert mesh is not None  # As `build_mesh` has made it.
-    return method.beside(
-        build_local(config.step, task.loss_fn, optimizer),
+    assert mesh is not None  # As its place has made it.
+    return run.method.beside(
+        run.local,
         mesh,
-        message_dtype=config.step.message_dtype,
+        message_dtype=run.config.step.message_dtype,
         # Two programs run at once on CPUs, but one after the other on a GPU: there the
         # models are exchanged through the host's memory.
         exchange_mesh=None if jax.default_backend() == "cpu" else host_mesh(mesh),
@@ -205,41 +105,33 @@ def build_train_step(
 
 
 def build_in_step(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | None,
-    compiler_options: Mapping[str, Any] | None = None,
-    method: Method | None = None,
+    run: Run, compiler_options: Mapping[str, Any] | None = None
 ) -> TrainStep:
-    """The compiled step of the config's method, its exchange inside."""
-    local = build_local(config.step, task.loss_fn, optimizer)
-    method = method or build_method(config, task)
+    """The compiled step of a run, its exchange inside."""
+    local, method = run.local, run.method
     if method.policy is not None and method.policy.measures:
         local = measured(local, before_update=method.is_early)
     how: dict[str, Any] = {"mix": method.mix}
-    if mesh is None:
+    if run.mesh is None:
         return simulate(local, method.plan, **how)
-    return on_mesh(local, method.plan, mesh, compiler_options=compiler_options, **how)
+    how["compiler_options"] = compiler_options
+    return on_mesh(local, method.plan, run.mesh, **how)
 
 
-def build_lone_step(
-    config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainStep:
+def build_lone_step(run: Run, mesh: Mesh) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
-    local = build_local(config.step, task.loss_fn, optimizer)
-    options = step_options(config, mesh)
-    return on_mesh(local, alone(mesh.shape[AXIS]), mesh, compiler_options=options)
+    options = options_on(mesh, run.config.step)
+    return on_mesh(run.local, alone(mesh.shape[AXIS]), mesh, compiler_options=options)
 
 
-def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
+def step_options(run: Run) -> dict[str, str]:
     """The options of XLA for the compiled step; none where there is no such step.
 
     Raises:
       ValueError: if XLA does not know one, needed or not.
     """
-    beside = config.is_apart or build_method(config).is_in_thread(config, mesh)
-    return options_on(None if beside else mesh, config.step)
+    is_beside = run.place.watch is not None or run.is_in_thread
+    return options_on(None if is_beside else run.mesh, run.config.step)
 
 
 def options_on(mesh: Mesh | None, step: StepConfig) -> dict[str, str]:
@@ -250,11 +142,3 @@ def options_on(mesh: Mesh | None, step: StepConfig) -> dict[str, str]:
     """
     check_options(step.xla_options, jax.default_backend())
     return {} if mesh is None else read_options(step.xla_options, jax.default_backend())
-
-
-def build_local(
-    step: StepConfig, loss_fn: LossFn, optimizer: optax.GradientTransformation
-) -> LocalUpdate:
-    """The local update, in which a loss that is not finite poisons its gradient."""
-    local = local_update(poison_gradient(loss_fn), optimizer, step.num_micro_batches)
-    return quarantined(local) if step.not_finite == "quarantine" else local

@@ -10,13 +10,14 @@ import jax
 
 from decentjax import WorkerState, gossip
 from decentjax.process import phases
+from decentjax.updates import Metrics
 from train.cli.config_json import sources
 from train.config import Config
 from train.fields import place_of
 from train.job.distributed import gather
 from train.run.nonfinite import check_gradients
 from train.run.resume import Begin, Resume, begin_new
-from train.run.setup import Setup, set_up
+from train.run.setup import Run, set_up
 from train.run.sinks import Sink, named_sinks
 from train.run.start_run import Parts, start
 from train.store.checkpoints import find_checkpoints
@@ -73,103 +74,37 @@ def train(
       SaveError: if a checkpoint cannot be written.
     """
     sinks = [*named_sinks(config.log.sinks), *sinks]
-    setup = set_up(config, run_dir)
+    run = set_up(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
-    with (
-        lock(setup.folder) as hold,
-        _advice(setup),
-        contextlib.ExitStack() as stack,
-    ):
+    with lock(run.folder) as hold, _advice(run), contextlib.ExitStack() as stack:
         trust = (*sources(config), *trust)
-        new = functools.partial(
-            begin_new, config, setup.folder, init_from=init_from, trust=trust
-        )
-        begin, parts = start(setup, resume, new, sinks, hold, stack)
-        step, state = run_steps(config, begin, parts)
+        new = functools.partial(begin_new, run, init_from, trust)
+        begin, parts = start(run, new, resume, sinks, hold, stack)
+        step, state = run_steps(run, begin, parts)
     # A collective, which runs on after it was dispatched: a process that left the job
     # in the meantime would break it for those that are slower.
     mean = jax.block_until_ready(parts.observer.mean(state))
-    return Outcome(step, state, mean, setup.task)
+    return Outcome(step, state, mean, run.task)
 
 
-def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerState]:
-    """Trains to the last step, or until a signal; returns where it ended.
-
-    A state is saved before it is evaluated, and only once it is known to be finite.
-    """
-    train_step, observer, check = parts.train_step, parts.observer, parts.check
-    is_peer = isinstance(train_step, gossip.Peers)
-    advance = train_step.advance if is_peer else train_step
-    checkpoints, stop = parts.checkpoints, parts.stop
+def run_steps(run: Run, begin: Begin, parts: Parts) -> tuple[int, WorkerState]:
+    """Trains to the last step, or until a signal; returns where it ended."""
+    config, stop, checkpoints = run.config, parts.stop, parts.checkpoints
     step, state = begin.step, begin.state
     try:
         while step < config.num_steps and not stop.stopped:
             before = step
             if parts.admit is not None:
-                admitted = parts.admit(Begin(step, state, {}))
-                was_away = admitted.state.params is not state.params
-                observer.skip(admitted.step - step, was_away)
-                # What is due in steps that it leaves out, as it is slow, is done later.
-                before = admitted.step if was_away else step
-                step, state, _ = admitted
+                before, step, state = _admitted(parts, step, state)
                 if stop.stopped:  # It had no quorum, and takes no step without.
-                    check(state, step)
-                    observer.flush(step)
+                    parts.check(state, step)
+                    parts.observer.flush(step)
                     if not checkpoints.has(step):
                         checkpoints.save(step, state, config)
                     break
-            phases.note("reading", step)
-            batch = next(parts.batches)
-            observer.count(batch)
-            phases.note("placing", step)
-            arrays = parts.put(batch.arrays)
-            parts.late(step)
-            parts.profile(step, state)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
-                state, metrics = advance(state, arrays, step)
+            state, metrics = _advance(run, parts, step, state)
             step += 1
-            if config.on_step is not None:
-                phases.note("in on_step")
-                config.on_step(step, state, metrics)
-                phases.note(phases.BETWEEN)
-            is_lost = checkpoints.check()
-            # Asked before the poll, so that the run ends after this step.
-            if observer.log is not None and observer.log.closed:
-                stop.ask()
-            end = stop.poll() or step == config.num_steps
-            is_due = functools.partial(_is_due, before, step)
-            evaluate = not stop.stopped and (
-                end or is_due(config.evaluation.every_steps)
-            )
-            save = end or evaluate or is_due(config.checkpoint.every_steps)
-            save |= is_lost
-            if save or is_due(config.log.every_steps):
-                phases.note("logging")
-                if config.step.not_finite == "quarantine":
-                    observer.say_quarantined(step, state, parts.first)
-                else:
-                    check_gradients(state, parts.first)
-                # The consensus distance is a collective: an exchange that is still on
-                # its way could meet it in another order on a peer, and both would wait
-                # forever.
-                settled = None
-                if end or is_due(config.log.consensus_every_steps):
-                    train_step.settle()
-                    settled = state
-                observer.measure(step, metrics, settled)
-            # The order of a save: an exchange may still bring a NaN, so it ends before
-            # the check; the flush is a collective, after which process 0 has the rows
-            # of all processes, so metrics.jsonl is complete up to each checkpoint.
-            if save:
-                phases.note("saving")
-                train_step.settle()
-                check(state, step)
-                observer.flush(step)
-            observer.write_rows()
-            if save:
-                checkpoints.save(step, state, config)
-            if evaluate:
-                observer.evaluate(step, state, stop)
+            _look(run, parts, before, step, state, metrics)
         # Whoever removed it while it was saved, the state is still in memory.
         phases.note("saving")
         if any(gather("saved", checkpoints.wait())):
@@ -181,33 +116,116 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     return step, state
 
 
+def _admitted(
+    parts: Parts, step: int, state: WorkerState
+) -> tuple[int, int, WorkerState]:
+    """The step before, the step and the state with which a peer continues."""
+    assert parts.admit is not None
+    admitted = parts.admit(Begin(step, state, {}))
+    was_away = admitted.state.params is not state.params
+    parts.observer.skip(admitted.step - step, was_away)
+    # What is due in steps that it leaves out, as it is slow, is done later.
+    return admitted.step if was_away else step, admitted.step, admitted.state
+
+
+def _advance(
+    run: Run, parts: Parts, step: int, state: WorkerState
+) -> tuple[WorkerState, Metrics]:
+    """Takes a step."""
+    one = parts.train_step
+    advance = one.advance if isinstance(one, gossip.Peers) else one
+    phases.note("reading", step)
+    batch = next(parts.batches)
+    parts.observer.count(batch)
+    phases.note("placing", step)
+    arrays = run.put_batch(batch.arrays)
+    parts.late(step)
+    parts.profile(step, state)
+    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+        state, metrics = advance(state, arrays, step)
+    if run.config.on_step is not None:
+        phases.note("in on_step")
+        run.config.on_step(step + 1, state, metrics)
+        phases.note(phases.BETWEEN)
+    return state, metrics
+
+
+def _look(
+    run: Run,
+    parts: Parts,
+    before: int,
+    step: int,
+    state: WorkerState,
+    metrics: Metrics,
+) -> None:
+    """Logs, saves and evaluates what is due after a step.
+
+    A state is saved before it is evaluated, and only once it is known to be finite.
+    """
+    config, observer, stop = run.config, parts.observer, parts.stop
+    is_lost = parts.checkpoints.check()
+    # Asked before the poll, so that the run ends after this step.
+    if observer.log is not None and observer.log.closed:
+        stop.ask()
+    end = stop.poll() or step == config.num_steps
+    is_due = functools.partial(_is_due, before, step)
+    evaluate = not stop.stopped and (end or is_due(config.evaluation.every_steps))
+    save = end or evaluate or is_due(config.checkpoint.every_steps) or is_lost
+    if save or is_due(config.log.every_steps):
+        phases.note("logging")
+        if config.step.not_finite == "quarantine":
+            observer.say_quarantined(step, state, run.place.first)
+        else:
+            check_gradients(state, run.place.first)
+        # The consensus distance is a collective: an exchange that is still on its way
+        # could meet it in another order on a peer, and both would wait forever.
+        settled = None
+        if end or is_due(config.log.consensus_every_steps):
+            parts.train_step.settle()
+            settled = state
+        observer.measure(step, metrics, settled)
+    # The order of a save: an exchange may still bring a NaN, so it ends before the
+    # check; the flush is a collective, after which process 0 has the rows of all
+    # processes, so metrics.jsonl is complete up to each checkpoint.
+    if save:
+        phases.note("saving")
+        parts.train_step.settle()
+        parts.check(state, step)
+        observer.flush(step)
+    observer.write_rows()
+    if save:
+        parts.checkpoints.save(step, state, config)
+    if evaluate:
+        observer.evaluate(step, state, stop)
+
+
 def _is_due(before: int, step: int, every: int) -> bool:
     """Whether a multiple of a number of steps was reached since a step."""
     return step // every > before // every
 
 
 @contextlib.contextmanager
-def _advice(setup: Setup) -> Iterator[None]:
+def _advice(run: Run) -> Iterator[None]:
     """Adds advice on how to resume to an error about numbers that are not finite."""
     try:
         yield
     except FloatingPointError as error:
-        raise FloatingPointError(f"{error}; {_how(setup)}") from error
+        raise FloatingPointError(f"{error}; {_how(run)}") from error
 
 
-def _how(setup: Setup) -> str:
-    config, folder = setup.config, setup.folder
-    if setup.watch is not None:
+def _how(run: Run) -> str:
+    optimizer = run.config.optimizer
+    if run.place.watch is not None:
         # One of another learning rate would be refused by the others.
-        if setup.method.rounds is not None and not config.is_elastic:
+        if run.method.rounds is not None and not run.place.elastic:
             return "started again, this process goes on from its own checkpoint"
         return "started again, this process takes the model of a peer"
-    if config.optimizer.schedule is not None:  # It has no such option.
-        return f"make the rates of {place_of(config.optimizer.schedule)} smaller"
-    smaller = f"--optimizer.learning-rate {config.optimizer.learning_rate / 2:g}"
-    if steps := find_checkpoints(folder).steps:
+    if optimizer.schedule is not None:  # It has no such option.
+        return f"make the rates of {place_of(optimizer.schedule)} smaller"
+    smaller = f"--optimizer.learning-rate {optimizer.learning_rate / 2:g}"
+    if steps := find_checkpoints(run.folder).steps:
         return (
             f"resume from step {max(steps)}, which is finite: decentjax resume "
-            f"{folder} {smaller}"
+            f"{run.folder} {smaller}"
         )
     return f"nothing has been saved yet: begin again with {smaller}"

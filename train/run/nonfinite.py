@@ -9,9 +9,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, over_workers
+from decentjax import WorkerState, local_update, over_workers
 from decentjax.updates import Gradient, LocalUpdate, LossFn, Metrics, check_loss
 from train.cli.tables import say_workers
+from train.config import StepConfig
 
 Check = Callable[[WorkerState, int], None]
 QUARANTINED = "quarantined"  # Metric: 1 where a worker's update was not finite.
@@ -69,6 +70,14 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
         return (loss * jax.lax.stop_gradient(factor), weight), rest
 
     return poisoned
+
+
+def build_local(
+    step: StepConfig, loss_fn: LossFn, optimizer: optax.GradientTransformation
+) -> LocalUpdate:
+    """The local update, in which a loss that is not finite poisons its gradient."""
+    local = local_update(poison_gradient(loss_fn), optimizer, step.num_micro_batches)
+    return quarantined(local) if step.not_finite == "quarantine" else local
 
 
 def quarantined(local: LocalUpdate) -> LocalUpdate:

@@ -23,7 +23,7 @@ from train.run.optimizers import build_schedule
 from train.run.resume import Begin
 from train.run.run_info import peak_seconds
 from train.run.scores import build_score
-from train.run.setup import Setup
+from train.run.setup import Run
 from train.run.stop import Stop
 from train.store.log import PER_SECOND, Log, warn
 
@@ -32,7 +32,7 @@ class Observer:
     """Measures a run and logs the means over all processes.
 
     Args:
-      setup: what the run is made of.
+      run: the run.
       begin: where it begins.
       means: metrics on their way to process 0.
       log: log of all processes; None but in process 0.
@@ -41,19 +41,17 @@ class Observer:
 
     def __init__(
         self,
-        setup: Setup,
+        run: Run,
         begin: Begin,
         means: MetricMeans,
         log: Log | None,
         record: Record | None = None,
     ):
-        config, task, mesh, watch = setup.config, setup.task, setup.mesh, setup.watch
+        config, task, mesh, watch = run.config, run.task, run.mesh, run.place.watch
         self.log, self._means, self._watch = log, means, watch
         self._amount = task.amount
-        self._peak_seconds = peak_seconds(
-            config, task, setup.optimizer, begin.state, mesh
-        )
-        self._record, self._first = record, setup.first
+        self._peak_seconds = peak_seconds(run, begin.state)
+        self._record, self._first = record, run.place.first
         self._num_skipped = self._num_counted = 0
         self.mean = build_mean(mesh)
         self._on_evaluation = config.on_evaluation

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +11,30 @@ import numpy as np
 
 from decentjax import gossip
 from decentjax.gossip.merging import LeftOut
-from decentjax.topology import matrices
+from decentjax.topology import Topology, matrices
 from train.cli.tables import say_workers
-from train.config import Config
-from train.job.peer_place import peer_place
 from train.run.used_record import UsedRecord
 from train.store.log import Log, warn
 
 RENEW_SECONDS = 1.0  # Between two looks for what was removed from the folder.
 
 
-def watch_of(config: Config) -> "Watch | None":
-    """What this process will learn of its peers; None where it has none."""
-    return Watch(config) if config.is_apart else None
-
-
 class Watch:
     """What a process learns of its peers: for its log, and to repeat the run.
 
     Args:
-      config: config of the run.
+      num_workers: number of workers of this process.
+      senders: workers of other processes from which they receive.
     """
 
-    def __init__(self, config: Config):
-        self._workers = peer_place(config).workers
-        self._senders = set(range(config.workers.num_workers)) - {*self._workers}
-        if not config.is_elastic:
-            self._senders = _senders(config, self._workers)
+    def __init__(self, num_workers: int, senders: set[int]):
+        self._num_workers, self._senders = num_workers, senders
         self._records: list[gossip.MergeRecord] = []
         self._alive: set[int] | None = None
         self._refused: set[str] = set()
         self._left_out: set[tuple[int, str]] = set()
         # Worker, shard, first batch and the one after the last.
         self._reads: list[list[int]] = []
-
-    @property
-    def first_worker(self) -> int:
-        """Number of the first worker of this process."""
-        return self._workers.start
 
     @contextlib.contextmanager
     def opened(
@@ -130,7 +116,7 @@ class Watch:
         apart = peers.apart()
         if before is None or apart is None:
             return None
-        count = len(self._workers) + len(before)
+        count = self._num_workers + len(before)
         return mean_moved(apart, count, len(before - alive), len(alive - before))
 
 
@@ -167,10 +153,10 @@ def _distrusted(one: LeftOut) -> str:
     )
 
 
-def _senders(config: Config, workers: Iterable[int]) -> set[int]:
-    """The workers of other processes from which these receive."""
-    graph = matrices(config.algorithm.graph)
-    found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
+def senders(graph: Topology, workers: Sequence[int]) -> set[int]:
+    """Returns the workers of other processes from which these receive."""
+    all_of = matrices(graph)
+    found = {int(j) for w in all_of for i in workers for j in np.flatnonzero(w[i])}
     return found - set(workers)
 
 

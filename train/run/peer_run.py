@@ -1,12 +1,11 @@
-"""A run of peers: each process trains in a folder of its own, and waits for no other.
-
-RUN/process-K is the folder of process K, with its own lock, log and checkpoints;
-RUN/peers has the addresses of the workers, RUN/config.json what all processes share.
-"""
+"""A run of peers: each trains in a folder of its own, and waits for no other."""
 
 import dataclasses
+import fcntl
 import functools
 import json
+import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip, methods
 from decentjax.process import phases
 from decentjax.process.address import is_loopback, split_address, to_address
-from decentjax.updates import LocalUpdate
-from train.cli.config_json import read_fields, to_json
+from train.cli.config_json import to_json
 from train.config import (
     ApartExchange,
     Config,
@@ -31,16 +28,16 @@ from train.config import (
 )
 from train.data.batches import Feed
 from train.data.shard_feed import ShardFeed
-from train.job.peer_place import address_of, peer_place
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
-from train.run.method import build_method
 from train.run.nonfinite import WatchState
+from train.run.place import Apart
 from train.run.resume import Begin, trained_by
+from train.run.setup import Run
 from train.run.stop import Stop
 from train.run.used_record import has_record
 from train.store.checkpoints import find_checkpoints, restore, verify
-from train.store.folder import MADE_AGAIN, check_links, process_folders, writing
+from train.store.folder import MADE_AGAIN, process_folders, writing
 from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task
 
@@ -48,42 +45,9 @@ JOIN_SECONDS = 5.0  # Wait for any peer, before a process continues from its own
 START_SECONDS = 2.0  # The same for one that may well be the first.
 AWAY = "was away, while others may have gone on"
 NO_QUORUM = "waits for its quorum of workers"
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface.
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
-
-
-def own_folder(config: Config, run_dir: Path) -> Path:
-    """Returns the folder into which this process writes.
-
-    Raises:
-      ValueError: if the run's folder holds a run of another kind, or has links to the
-        outside.
-    """
-    if not config.is_apart:
-        if process_folders(run_dir):
-            raise ValueError(
-                f"{run_dir} holds a run of peers: go on with --exchange peers, "
-                "or choose another folder with --run-dir"
-            )
-        return run_dir
-    if find_checkpoints(run_dir).steps:
-        raise ValueError(
-            f"{run_dir} holds a run without peers: choose another folder with "
-            f"--run-dir, and its model with --init-from {run_dir}"
-        )
-    check_links(run_dir)
-    place, path = peer_place(config), run_dir / "config.json"
-    if path.exists():
-        try:
-            count = read_fields(path)["distributed"]["num_processes"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} does not have num_processes") from error
-        if count != place.num_processes:
-            raise ValueError(
-                f"{run_dir} is a run of {count} processes, got {place.num_processes}: "
-                "start as many, or choose another folder with --run-dir"
-            )
-    return run_dir / f"process-{place.process}"
 
 
 def has_begun(folder: Path) -> bool:
@@ -94,10 +58,12 @@ def has_begun(folder: Path) -> bool:
     )
 
 
-def write_shared(config: Config, folder: Path) -> None:
+def write_shared(run: Run) -> None:
     """Writes RUN/config.json; each process does, and all write the same."""
-    count = peer_place(config).num_processes
-    job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
+    config, folder = run.config, run.folder
+    job = dataclasses.replace(
+        config.distributed, process_id=None, num_processes=run.place.count
+    )
     shared = dataclasses.replace(config, distributed=job)
     # Renamed from a name of its own: others may write theirs at the same time. Not in
     # the process's folder, which may be on a disk of its own.
@@ -107,66 +73,43 @@ def write_shared(config: Config, folder: Path) -> None:
 
 
 def build_peers(
-    config: Config,
-    task: Task,
-    local: LocalUpdate,
-    mesh: Mesh,
-    folder: Path,
-    used: Callable[[gossip.MergeRecord], None],
+    run: Run,
     record: gossip.Record | None = None,
-    read: Callable[[gossip.Read], None] | None = None,
+    used: Callable[[gossip.MergeRecord], None] | None = None,
 ) -> gossip.Peers:
     """The step of a process that exchanges models with its peers.
 
     Args:
-      config: config of the run.
-      task: its task.
-      local: the local update.
-      mesh: devices of this process's workers.
-      folder: folder of this process.
-      used: called with each average of models.
+      run: the run.
       record: called with the spans of each step.
-      read: called with the data of each contribution, where workers come and go.
+      used: called with each average of models; by default the watch of its place.
     """
-    exchange, place = config.exchange, peer_place(config)
+    config, place, method = run.config, run.place, run.method
+    exchange, num_workers = config.exchange, config.workers.num_workers
     assert isinstance(exchange, ApartExchange)
-    method = build_method(config, task)
-    bind, book = _bound(config, folder)
-    secret = _secret(config, folder)
-    own = place.workers, mesh, digest(config), bind, secret, exchange.encrypted
-    party = gossip.PeerProcess(book, *own)
+    assert isinstance(place, Apart)
+    bind, book = _bound(exchange, place)
+    own = place.workers, place.mesh, digest(config), bind, _secret(exchange, place)
+    party = gossip.PeerProcess(book, *own, exchange.encrypted)
     common: dict[str, Any] = {
         "patience": exchange.waits,
         "record": record,
-        "used": used,
+        "used": used or place.watch.add,
     }
-    if config.is_elastic:
-        assert isinstance(exchange, PeerExchange | QuorumExchange)
-        build, silent = config.topology.build_for, exchange.silent_seconds
-        alone = JOIN_SECONDS if has_begun(folder) else START_SECONDS
-        how = _quorum(config), silent, alone, read
-        common["elastic"] = gossip.Elastic(functools.cache(build), *how)
+    if isinstance(exchange, PeerExchange | QuorumExchange) and place.elastic:
+        build = functools.cache(config.topology.build_for)
+        alone = JOIN_SECONDS if has_begun(place.folder) else START_SECONDS
+        how = exchange.quorum_of(num_workers), exchange.silent_seconds, alone
+        common["elastic"] = gossip.Elastic(build, *how, place.watch.read)
+    plan = method.plan
     match exchange:
         case GroupExchange():
-            return gossip.Peers(
-                local, wagma_plan(config, method.is_early), party, **common
-            )
+            plan = wagma_plan(config, method.is_early)
         case QuorumExchange():
-            merge = config.workers.num_workers, amounts_of(task)
-            common["merge"] = exchange.merge(*merge)
+            common["merge"] = exchange.merge(num_workers, amounts_of(run.task))
         case PeerExchange(way=way) if method.rounds is None:
             common["merge"] = way
-    return gossip.Peers(local, method.plan, party, **common)
-
-
-def _quorum(config: Config) -> int:
-    """Number of live workers below which a process waits."""
-    match config.exchange:
-        case QuorumExchange() as exchange:
-            return exchange.quorum_of(config.workers.num_workers)
-        case PeerExchange(quorum=quorum):
-            return quorum
-    return 1
+    return gossip.Peers(run.local, plan, party, **common)
 
 
 def amounts_of(task: Task) -> Callable[[Any], list[int]]:
@@ -187,16 +130,14 @@ def amounts_of(task: Task) -> Callable[[Any], list[int]]:
 
 
 def _bound(
-    config: Config, folder: Path
+    exchange: ApartExchange, place: Apart
 ) -> tuple[str, gossip.Addresses | gossip.Folder]:
     """Where this process listens, and the book in which it finds the others."""
-    exchange, place = config.exchange, peer_place(config)
-    assert isinstance(exchange, ApartExchange)
-    bind, book = address_of(exchange.bind), gossip.Folder(folder.parent / "peers")
+    bind, book = address_of(exchange.bind), gossip.Folder(place.run_dir / "peers")
     if exchange.addresses:
-        if len(exchange.addresses) != place.num_processes:
+        if len(exchange.addresses) != place.count:
             raise ValueError(
-                f"exchange.addresses must have one for each of {place.num_processes} "
+                f"exchange.addresses must have one for each of {place.count} "
                 f"processes, got {len(exchange.addresses)}"
             )
         bind = to_address(*split_address(exchange.addresses[place.process]))
@@ -210,6 +151,22 @@ def _bound(
             "SECURITY.md"
         )
     return bind, book
+
+
+def address_of(bind: str) -> str:
+    """Returns the address of a network interface; other texts are addresses already."""
+    if bind not in (name for _, name in socket.if_nameindex()):
+        return bind
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = struct.pack("256s", bind.encode())
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, name)
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen at the interface {bind}, {error.strerror}: give it an "
+                "IPv4 address, or bind to its IPv6 address"
+            ) from error
+    return socket.inet_ntoa(found[20:24])
 
 
 def wagma_plan(config: Config, is_early: bool) -> methods.Wagma:
@@ -344,10 +301,8 @@ def distance(models: Any, others: Any) -> float:
     return float(np.sqrt(np.mean(np.sum(np.square(norms), 0))))
 
 
-def _secret(config: Config, folder: Path) -> bytes:
+def _secret(exchange: ApartExchange, place: Apart) -> bytes:
     """The secret of the run, of the file that is given or of the run's folder."""
-    exchange = config.exchange
-    assert isinstance(exchange, ApartExchange)
     if exchange.secret_file is not None:
         return read_secret(Path(exchange.secret_file))
     if exchange.addresses:
@@ -357,17 +312,18 @@ def _secret(config: Config, folder: Path) -> bytes:
             "--exchange.secret-file PATH, made by (umask 077; openssl rand -hex 32 > "
             "PATH)"
         )
-    others = process_folders(folder.parent)
-    return shared_secret(folder.parent / "peers", any(map(has_record, others)))
+    others = process_folders(place.run_dir)
+    return shared_secret(place.run_dir / "peers", any(map(has_record, others)))
 
 
-def keeper(config: Config, folder: Path) -> Callable[[], None]:
+def keeper(run: Run) -> Callable[[], None]:
     """Returns a function that puts the secret of the run back, if it was removed."""
-    exchange, peers = config.exchange, folder.parent / "peers"
+    exchange, place, peers = run.config.exchange, run.place, run.place.run_dir / "peers"
     assert isinstance(exchange, ApartExchange)
+    assert isinstance(place, Apart)
     if exchange.secret_file is not None:
         return lambda: None
-    secret = _secret(config, folder)
+    secret = _secret(exchange, place)
 
     def keep() -> None:
         with writing(peers):

@@ -6,7 +6,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from train.run.nonfinite import Check
 from train.run.rate_jumps import say_jump
 from train.run.run_info import command_line
 from train.run.scores import read_trained
+from train.run.setup import Run
 from train.store.checkpoints import (
     DamagedError,
     choose,
@@ -203,19 +204,11 @@ class Begin(NamedTuple):
     facts: dict[str, Any]
 
 
-def begin_new(
-    config: Config,
-    run_dir: Path,
-    make_state: Callable[..., WorkerState],
-    init_from: Path | None,
-    trust: Sequence[str] = (),
-) -> Begin:
+def begin_new(run: Run, init_from: Path | None, trust: Sequence[str] = ()) -> Begin:
     """Starts a run.
 
     Args:
-      config: config of the run.
-      run_dir: folder of the run.
-      make_state: makes the state of all workers, from a model if one is given.
+      run: the run.
       init_from: folder of another run, whose mean model all workers start from, or of a
         GPT-2 in Hugging Face's layout.
       trust: modules and files of that run's own classes and functions.
@@ -224,39 +217,38 @@ def begin_new(
       ValueError: if the folder already holds a run, or the other run's model does not
         fit the config.
     """
-    found = find_checkpoints(run_dir)
+    found = find_checkpoints(run.folder)
     if found.steps:
         raise ValueError(
-            f"{run_dir} already holds a run, saved after step {max(found.steps)}: go "
-            f"on with decentjax resume {run_dir}, or choose another folder "
+            f"{run.folder} already holds a run, saved after step {max(found.steps)}: "
+            f"go on with decentjax resume {run.folder}, or choose another folder "
             "with --run-dir"
         )
     if init_from is None:
-        return Begin(0, make_state(), {})
+        return Begin(0, run.state(), {})
     path = init_from / "config.json"
     if path.exists() and "model_type" in (fields := read_object(path)):
-        params = read_gpt2(init_from, fields, getattr(config.task, "model", None))
-        return Begin(0, make_state((params, ())), {"init_from": str(init_from)})
+        model = getattr(run.config.task, "model", None)
+        params = read_gpt2(init_from, fields, model)
+        return Begin(0, run.state((params, ())), {"init_from": str(init_from)})
     trained = read_trained(init_from, trust=trust)
     facts = {"init_from": str(init_from), "init_step": trained.step}
-    return Begin(0, make_state(trained.mean()), facts)
+    return Begin(0, run.state(trained.mean()), facts)
 
 
-def begin_again(
-    config: Config, run_dir: Path, state: WorkerState, resume: Resume, check: Check
-) -> Begin:
+def begin_again(run: Run, resume: Resume, check: Check) -> Begin:
     """Resumes from a checkpoint, by default the newest that is whole.
 
     Args:
-      config: config of the run.
-      run_dir: folder of the run.
-      state: any state of the run, for structure and placement.
+      run: the run.
       resume: how the run resumes.
       check: raises where a state is not finite.
 
     Raises:
       ValueError: if no checkpoint fits.
     """
+    config, run_dir = run.config, run.folder
+    state = run.state()  # Any state, for structure and placement.
     found = find_checkpoints(run_dir)
     steps = choose(found, run_dir, resume.step)
     for name, reason in found.skipped.items():

@@ -14,20 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
-from jax.sharding import Mesh
 
 import decentjax
 from decentjax import AXIS, WorkerState
 from train.cli.tables import counted, write_json
-from train.config import Config, FixedPolicy
 from train.fields import fits, words
-from train.job.peer_place import process_place
 from train.plain_files import read_object
-from train.run.build import build_local
-from train.run.method import build_method
+from train.run.nonfinite import build_local
+from train.run.setup import Run
 from train.targets import peak_flops
-from train.tasks.task import Task
 
 FACTS = "run.json"
 # What the facts are, where there are any; a number that is not finite is null.
@@ -50,17 +45,14 @@ RESULTS: dict[str, Any] = {
 LONG_NAMES = {"awc": "adapt while communicating", "atc": "adapt then combine"}
 
 
-def describe(
-    config: Config, task: Task, state: WorkerState, mesh: Mesh | None
-) -> dict[str, Any]:
+def describe(run: Run, state: WorkerState) -> dict[str, Any]:
     """Returns the facts of a run that starts here.
 
     Args:
-      config: config of the run.
-      task: the trained task.
+      run: the run.
       state: stacked state of the workers.
-      mesh: mesh of the workers, None where they are simulated.
     """
+    config, task, mesh = run.config, run.task, run.mesh
     leaves = jax.tree.leaves(state.params)
     devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
     workers = config.workers
@@ -71,10 +63,10 @@ def describe(
         "parameters": sum(math.prod(x.shape[1:]) for x in leaves),
         "workers": workers.num_workers,
         "nodes": workers.num_workers // workers.workers_per_node,
-        "processes": process_place(config)[1],
-        "algorithm": build_method(config).name,
-        "topology": _graph(config),
-        "exchange": _exchange(config, mesh),
+        "processes": run.place.count,
+        "algorithm": run.method.name,
+        "topology": _graph(run),
+        "exchange": run.place.phrase(run.is_in_thread),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "training_examples": None if task.num_examples is None else task.num_examples(),
         "versions": {
@@ -179,13 +171,7 @@ def command_line(argv: list[str]) -> str:
     return shlex.join([*words, *rest])
 
 
-def peak_seconds(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    state: WorkerState,
-    mesh: Mesh | None,
-) -> float | None:
+def peak_seconds(run: Run, state: WorkerState) -> float | None:
     """Returns the seconds of a step at the devices' peak; None where that is unknown.
 
     Divided by the seconds of a step they are the share of the peak (MFU).
@@ -193,30 +179,26 @@ def peak_seconds(
     peak = peak_flops(jax.devices()[0].device_kind)
     if peak is None:
         return None
-    flops = worker_flops(config, task, optimizer, state)
+    flops, mesh = worker_flops(run, state), run.mesh
     if flops is None:
         return None
     num_devices = 1 if mesh is None else mesh.size
-    workers = config.workers.num_workers if mesh is None else mesh.shape[AXIS]
+    workers = run.config.workers.num_workers if mesh is None else mesh.shape[AXIS]
     return workers * flops / peak / num_devices
 
 
-def worker_flops(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    state: WorkerState,
-) -> float | None:
+def worker_flops(run: Run, state: WorkerState) -> float | None:
     """Returns the FLOPs of a worker's local update, as XLA's cost analysis counts them.
 
     It counts a loop once, so the micro-batches are taken as one batch; kernels of
     cuDNN, such as fused attention, count as nothing. None where jax has no CPU device
     to analyse it with.
     """
-    whole = dataclasses.replace(config.step, num_micro_batches=1)
-    local = build_local(whole, task.loss_fn, optimizer)
+    step, task = run.config.step, run.task
+    whole = dataclasses.replace(step, num_micro_batches=1)
+    local = build_local(whole, task.loss_fn, run.optimizer)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-    batch = task.batch_shape(config.step.batch_per_worker)
+    batch = task.batch_shape(step.batch_per_worker)
     try:
         # A GPU's client analyses compiled programs alone, and compiling would take as
         # long again as the step itself.
@@ -229,18 +211,8 @@ def worker_flops(
     return float(costs["flops"])
 
 
-def _graph(config: Config) -> str:
+def _graph(run: Run) -> str:
     """What the workers average over."""
-    if not isinstance(config.policy, FixedPolicy):
-        return f"the graphs of the policy {config.policy.name}"
-    return config.algorithm.graph.name
-
-
-def _exchange(config: Config, mesh: Mesh | None) -> str:
-    """Where models are exchanged, as a phrase."""
-    if config.is_apart:
-        return "from peer to peer"
-    if mesh is None:
-        return "simulated on one device"
-    in_thread = build_method(config).is_in_thread(config, mesh)
-    return f"exchanged in {'a second thread' if in_thread else 'the compiled step'}"
+    if (policy := run.method.policy) is not None:
+        return f"the graphs of the policy {policy.name}"
+    return run.method.graph.name

@@ -13,13 +13,12 @@ from train.cli.config_json import read_config
 from train.cli.tables import say_workers
 from train.config import Config
 from train.job.distributed import workers_per_process
-from train.run.build import build_state
-from train.run.optimizers import build_optimizer
+from train.run.setup import make_run
 from train.store.checkpoints import find_checkpoints, read_models
 from train.store.fits import is_key
 from train.store.folder import check_run, process_folders
 from train.store.log import warn
-from train.tasks.task import Task, Totals, build_task
+from train.tasks.task import Task, Totals
 
 Model = tuple[Any, Any]
 
@@ -89,8 +88,7 @@ def read_trained(
     """
     check_run(run_dir)
     config = read_config(run_dir / "config.json", trust)
-    task = build_task(config.task)
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
+    run = make_run(config)
     folders, num_processes = {0: run_dir}, 1
     if process_folders(run_dir):
         num_processes = config.distributed.num_processes or 1
@@ -100,7 +98,7 @@ def read_trained(
     count = workers_per_process(config.workers.num_workers, num_processes)
     workers = range(count)
     # Shapes alone: the checkpoint's arrays are read into them, without the optimizer's.
-    state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
+    state = jax.eval_shape(lambda: run.first_state(workers))
     shapes = {"params": state.params, "model_state": state.model_state}
     steps, parts = zip(
         *(read_models(folder, shapes, step) for folder in folders.values()), strict=True
@@ -108,7 +106,7 @@ def read_trained(
     models = jax.tree.map(_joined, *parts)
     numbers = tuple(process * count + i for process in folders for i in workers)
     stacked = models["params"], models["model_state"]
-    return TrainedRun(config, task, steps, stacked, numbers)
+    return TrainedRun(config, run.task, steps, stacked, numbers)
 
 
 def _joined(*rows: Any) -> Any:

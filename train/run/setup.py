@@ -1,72 +1,76 @@
-"""What a run is made of, built once."""
+"""A run: what is trained, how and where, made once."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState
-from decentjax.placement import local_workers
-from decentjax.updates import LocalUpdate
+from decentjax import WorkerState, init_state
+from decentjax.updates import LocalUpdate, kinds
 from train.config import Config
-from train.job.peer_place import process_place
 from train.run.array_placement import put_batch, put_state
-from train.run.build import build_local, build_mesh, build_state
 from train.run.check_task import trace_task
 from train.run.method import Method, build_method
+from train.run.nonfinite import build_local
 from train.run.optimizers import build_optimizer
-from train.run.peer_log import Watch, watch_of
-from train.run.peer_run import own_folder
+from train.run.place import Alone, Given, build_place
 from train.run.straggler import check_processes
 from train.tasks.task import Task, build_task
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """What a run is made of, in this process.
+class Run:
+    """A run in this process.
 
     Args:
       config: config of the run.
-      folder: folder into which this process writes.
       task: the trained task.
       method: what the workers do in each step.
       optimizer: optimizer of each worker.
-      mesh: mesh of the workers, of peers those of this process; None where they are
-        simulated.
-      process: number of this process.
-      num_processes: number of all processes.
-      watch: what this process learns of its peers; None where it has none.
+      place: where it trains.
     """
 
     config: Config
-    folder: Path
     task: Task
     method: Method
     optimizer: optax.GradientTransformation
-    mesh: Mesh | None
-    process: int
-    num_processes: int
-    watch: Watch | None
+    place: Alone
 
     @property
-    def first(self) -> int:
-        """Number of the worker of the first row of arrays."""
-        return 0 if self.watch is None else self.watch.first_worker
+    def mesh(self) -> Mesh | None:
+        """Mesh of the workers, of peers their own; None if they are simulated."""
+        return self.place.mesh
 
     @property
-    def workers(self) -> Sequence[int]:
-        """Numbers of the workers of this process."""
-        if self.mesh is None:
-            return range(self.config.workers.num_workers)
-        return [self.first + number for number in local_workers(self.mesh)]
+    def folder(self) -> Path:
+        """The folder into which this process writes."""
+        return self.place.folder
+
+    @property
+    def is_in_thread(self) -> bool:
+        """Whether the exchange runs in a second thread."""
+        return self.method.is_in_thread(self.config, self.mesh)
 
     @property
     def local(self) -> LocalUpdate:
         """The local update."""
         return build_local(self.config.step, self.task.loss_fn, self.optimizer)
+
+    def check(self) -> None:
+        """Raises a ValueError for what cannot run, before anything is compiled."""
+        check_processes(self.config.straggler, self.place.count)
+        workers = self.place.workers  # Those of a job agree on the run first.
+        trace_task(self.task, self.config.step.batch_per_worker, len(workers))
+
+    def with_seed(self, seed: int) -> "Run":
+        """The same run with another seed."""
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, seed=seed)
+        )
 
     def put(self, tree: Any) -> Any:
         """Places state of the workers of this process on their devices."""
@@ -77,32 +81,83 @@ class Setup:
         return put_batch(tree, self.mesh)
 
     def state(self, model: tuple[Any, Any] | None = None) -> WorkerState:
-        """The first state of the workers, from a model if one is given."""
-        given = self.config, self.task, self.optimizer, self.workers, model
-        return self.put(build_state(*given))
+        """The first state of this process's workers, on their devices."""
+        return self.put(self.first_state(self.place.workers, model))
+
+    def first_state(
+        self, workers: Sequence[int], model: tuple[Any, Any] | None = None
+    ) -> WorkerState:
+        """Returns the stacked first state of some workers, which start from one model.
+
+        Args:
+          workers: numbers of the workers, ascending.
+          model: first params and model state; by default drawn from the config's seed.
+
+        Raises:
+          ValueError: if the model does not fit the task.
+        """
+        plan, init = self.method.plan, self.task.init
+
+        # One program: without jit each leaf would be a dispatch, and exist twice.
+        @jax.jit
+        def stack(params, model_state, key):
+            given = params, self.optimizer, key, plan, model_state, workers
+            return self.method.with_graph(init_state(*given), workers)
+
+        model_key, workers_key = jax.random.split(jax.random.key(self.config.seed))
+        if model is None:
+            return stack(*jax.jit(init)(model_key), workers_key)
+        _check_same_kind(model, jax.eval_shape(init, model_key))
+        return stack(*model, workers_key)
 
 
-def set_up(config: Config, run_dir: Path) -> Setup:
-    """Returns what a run is made of, before anything is read or compiled.
+def make_run(
+    config: Config,
+    place: Alone | None = None,
+    task: Task | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """Returns the run of a config.
+
+    Args:
+      config: config of the run.
+      place: where it trains; by default all workers are simulated.
+      task: task to train, such as one with a part of the held-out data; by default the
+        config's.
+      optimizer: optimizer of each worker; by default the config's.
+
+    Raises:
+      ValueError: if the config cannot run.
+    """
+    task = task or build_task(config.task)
+    return Run(
+        config,
+        task,
+        build_method(config, task),
+        optimizer or build_optimizer(config.optimizer, config.num_steps),
+        place or Given(config),
+    )
+
+
+def set_up(config: Config, run_dir: Path) -> Run:
+    """Returns a run that trains here, before anything is read or compiled.
 
     Raises:
       ValueError: if the config cannot run, or the folder holds a run of another kind.
     """
-    process, num_processes = process_place(config)
-    check_processes(config.straggler, num_processes)
-    mesh = build_mesh(config)
-    task = build_task(config.task)
-    here = config.workers.num_workers // num_processes
-    trace_task(task, config.step.batch_per_worker, here)
-    method = build_method(config, task)
-    return Setup(
-        config,
-        own_folder(config, run_dir),
-        task,
-        method,
-        build_optimizer(config.optimizer, config.num_steps),
-        mesh,
-        process,
-        num_processes,
-        watch_of(config),
-    )
+    run = make_run(config, build_place(config, run_dir))
+    run.check()
+    assert run.folder  # For its errors.
+    return run
+
+
+def _check_same_kind(model: Any, wanted: Any) -> None:
+    """Raises if leaves, shapes or dtypes differ, with the first that does."""
+    got, want = kinds(model), kinds(wanted)
+    wrong = [name for name in want | got if got.get(name) != want.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"the model to start from does not fit: {len(wrong)} parameters differ, "
+            f"such as {name}, wanted {want.get(name)}, got {got.get(name)}"
+        )

@@ -8,20 +8,13 @@ from typing import Any, NamedTuple
 import grain
 import jax
 
-from decentjax import WorkerState
-from decentjax.gossip import Record
 from train.cli.config_json import to_json
 from train.cli.tables import write_json
 from train.data.batches import Batch, Feed, feed
 from train.data.shard_feed import ShardFeed
 from train.job.distributed import MetricMeans, gather
 from train.plain_files import write_whole
-from train.run.build import (
-    LoopStep,
-    build_steps,
-    build_train_step,
-    step_options,
-)
+from train.run.build import LoopStep, build_steps, build_train_step, step_options
 from train.run.check_task import check_batch
 from train.run.message_bytes import warn_of_few
 from train.run.nonfinite import Check, build_check
@@ -30,7 +23,7 @@ from train.run.peer_run import Joiner, build_peers, has_begun, keeper, write_sha
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again
 from train.run.run_info import FACTS, describe, header, write_facts
-from train.run.setup import Setup
+from train.run.setup import Run
 from train.run.sinks import Sink, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import delay
@@ -41,7 +34,6 @@ from train.store.log import Log, for_sinks, read_metrics, warn
 from train.store.timeline import Timeline, drop_spans
 from train.xla import as_arguments
 
-New = Callable[[Callable[..., WorkerState]], Begin]
 Hold = Callable[[], None]
 
 
@@ -51,34 +43,30 @@ class Parts(NamedTuple):
     Args:
       train_step: function of a step.
       batches: batches of all steps, from the first on.
-      put: function that places the arrays of a batch on the devices.
       check: function that raises where a state is not finite.
       observer: measurements and their log.
       checkpoints: writer of the checkpoints, in the background.
       stop: state of the signals that end the run.
       late: function that sleeps where this process is to be late at a step.
       profile: function that starts and ends the trace of some steps.
-      first: number of the worker of the first row of the arrays.
       admit: function that returns, before a step, where an elastic process continues.
     """
 
     train_step: LoopStep
     batches: Iterator[Batch]
-    put: Callable[[Any], Any]
     check: Check
     observer: Observer
     checkpoints: Checkpoints
     stop: Stop
     late: Callable[[int], None]
     profile: Callable[[int, Any], None]
-    first: int
     admit: Callable[[Begin], Begin] | None = None
 
 
 def start(
-    setup: Setup,
+    run: Run,
+    begin_new: Callable[[], Begin],
     resume: Resume | None,
-    new: New,
     sinks: Sequence[Sink],
     hold: Hold,
     stack: contextlib.ExitStack,
@@ -86,106 +74,94 @@ def start(
     """Makes the state to start from and the parts of the loop.
 
     Args:
-      setup: what the run is made of.
-      resume: how the run resumes; None where it is new.
-      new: function that starts a run, of one that makes its state.
+      run: the run.
+      begin_new: function that begins it, if it is new.
+      resume: how it resumes; None if it is new.
       sinks: where rows go beside the log.
       hold: function that takes the folder's lock again, where it was removed.
       stack: stack that closes the parts when the run ends.
     """
-    config, folder = setup.config, setup.folder
+    config, folder, place = run.config, run.folder, run.place
     # Before anything is compiled: data that is missing, or does not fit, raises here.
-    steps = build_steps(config, setup.task, setup.workers)
+    steps = build_steps(run, place.workers)
     first = steps[0]
     assert first is not None
-    check_batch(first, setup.task, config.step.batch_per_worker)
-    check = build_check(setup.mesh, setup.first)
-    is_late = setup.watch is not None and has_begun(folder)
-    begin, record = _begin(setup, resume, new, check), None
+    check_batch(first, run.task, config.step.batch_per_worker)
+    check = build_check(run.mesh, place.first)
+    is_late = place.watch is not None and has_begun(folder)
+    begin, record = _begin(run, begin_new, resume, check), None
     if config.log.timeline:
-        record = stack.enter_context(Timeline(folder, setup.process)).record
+        record = stack.enter_context(Timeline(folder, place.process)).record
     # Contexts end in the reverse order: first the checkpoints, which save what is still
     # in memory, then the exchange, and only then the log, which shows their errors.
     means = stack.enter_context(MetricMeans())
     log, renew = None, lambda: None
     if jax.process_index() == 0:
-        log, renew = _open_log(setup, begin, sinks, is_late, hold, stack)
-    train_step: Any = _build_step(setup, record)
-    batches = _build_feed(setup, steps, train_step, begin.step)
+        log, renew = _open_log(run, begin, sinks, is_late, hold, stack)
+    build: Any = build_train_step if place.watch is None else build_peers
+    train_step = build(run, record)
+    batches = _build_feed(run, steps, train_step, begin.step)
     stack.enter_context(contextlib.closing(batches))
     stack.enter_context(train_step)
     stop, take_in = Stop(), None
-    if setup.watch is not None:
+    if place.watch is not None:
         own = train_step, begin, first, batches, log, is_late, stop
-        begin, take_in = _meet(setup, *own)
-        keep = keeper(config, folder)
-        stack.enter_context(setup.watch.opened(folder, begin.step, train_step, keep))
-    observer = Observer(setup, begin, means, log, record)
+        begin, take_in = _meet(run, *own)
+        opened = place.watch.opened(folder, begin.step, train_step, keeper(run))
+        stack.enter_context(opened)
+    observer = Observer(run, begin, means, log, record)
     stack.enter_context(stop)
     checkpoints = Checkpoints(folder, config.checkpoint.num_kept, renew)
     stack.enter_context(checkpoints)
-    _say_start(setup, begin, log)
-    late = functools.partial(delay, config.straggler, setup.process)
-    profile = profiled(folder / f"profile.{setup.process}", config.log.profiled())
+    _say_start(run, begin, log)
+    late = functools.partial(delay, config.straggler, place.process, place.count)
+    profile = profiled(folder / f"profile.{place.process}", config.log.profiled())
     return begin, Parts(
         train_step,
         batches,
-        setup.put_batch,
         check,
         observer,
         checkpoints,
         stop,
-        functools.partial(late, setup.num_processes, record=record),
+        functools.partial(late, record=record),
         stack.enter_context(profile),
-        setup.first,
         take_in,
     )
 
 
-def _begin(setup: Setup, resume: Resume | None, new: New, check: Check) -> Begin:
+def _begin(
+    run: Run, begin_new: Callable[[], Begin], resume: Resume | None, check: Check
+) -> Begin:
     """Where the run starts, with the folder ready for it."""
-    folder = setup.folder
-    if setup.watch is not None:
+    if run.place.watch is not None:
         # Restarted, by whichever command, it continues from where it was.
-        was_saved = bool(find_checkpoints(folder).steps)
+        was_saved = bool(find_checkpoints(run.folder).steps)
         resume = (resume or Resume()) if was_saved else None
-    if resume is None:
-        begin = new(setup.state)
-    else:
-        begin = begin_again(setup.config, folder, setup.state(), resume, check)
+    begin = begin_new() if resume is None else begin_again(run, resume, check)
     if jax.process_index() == 0:
-        _prepare_folder(setup, begin.step)
+        _prepare_folder(run, begin.step)
     # A barrier: process 0 drops old spans before others write new.
     gather("begin", begin.step)
     return begin
 
 
-def _build_step(setup: Setup, record: Record | None) -> LoopStep:
-    config, task = setup.config, setup.task
-    if setup.watch is None:
-        return build_train_step(config, task, setup.optimizer, setup.mesh, record)
-    assert setup.mesh is not None
-    given = config, task, setup.local, setup.mesh, setup.folder
-    return build_peers(*given, setup.watch.add, record, setup.watch.read)
-
-
 def _build_feed(
-    setup: Setup, steps: grain.MapDataset[Batch], train_step: Any, step: int
+    run: Run, steps: grain.MapDataset[Batch], train_step: Any, step: int
 ) -> Feed | ShardFeed:
     """The batches from a step on; of an elastic run those that were not read before."""
-    config, num_processes = setup.config, setup.config.data.num_processes
-    if not config.is_elastic:
+    config, num_processes = run.config, run.config.data.num_processes
+    if not run.place.elastic:
         batches = feed(steps, num_processes)
     else:
         count = config.workers.num_workers
-        rows = [row for row in read_metrics(setup.folder) if row["step"] <= step]
+        rows = [row for row in read_metrics(run.folder) if row["step"] <= step]
         known = [
             row["positions"] for row in rows if len(row.get("positions", "")) == count
         ]
         train_step.positions = known[-1] if known else [step] * count
 
         def of_shard(shard: int) -> grain.MapDataset[Batch]:
-            return build_steps(config, setup.task, [shard])
+            return build_steps(run, [shard])
 
         batches = ShardFeed(of_shard, num_processes, train_step.next_reads)
     batches.set_step(step)
@@ -193,7 +169,7 @@ def _build_feed(
 
 
 def _meet(
-    setup: Setup,
+    run: Run,
     train_step: Any,
     begin: Begin,
     batch: Batch,
@@ -204,17 +180,17 @@ def _meet(
 ) -> tuple[Begin, Callable[[Begin], Begin]]:
     """Where a process of peers begins, and what may move it on before a step."""
     assert log is not None
-    last = setup.config.num_steps - 1
-    joiner = Joiner(train_step, batches, last, log, setup.folder, stop)
+    last = run.config.num_steps - 1
+    joiner = Joiner(train_step, batches, last, log, run.folder, stop)
     if begin.step <= last:
         # Of an elastic run any process may be the newcomer.
-        may_be_late = is_late or setup.config.is_elastic
-        begin = joiner.begin(begin, setup.put(batch.arrays), may_be_late)
+        may_be_late = is_late or run.place.elastic
+        begin = joiner.begin(begin, run.put(batch.arrays), may_be_late)
     return begin, joiner.admit
 
 
 def _open_log(
-    setup: Setup,
+    run: Run,
     begin: Begin,
     sinks: Sequence[Sink],
     is_late: bool,
@@ -226,14 +202,12 @@ def _open_log(
     Returns:
       The log, and a function that makes the run's folder again after it was removed.
     """
-    config, task, folder = setup.config, setup.task, setup.folder
+    config, task, folder = run.config, run.task, run.folder
     # A process that joins its peers repeats none of its steps.
-    joins = is_late or config.is_elastic
-    kept = config.num_steps if joins else begin.step
-    facts = describe(config, task, begin.state, setup.mesh)
-    facts, sinks = _write_facts(setup, facts, sinks, kept)
-    renew = functools.partial(_renew, setup, facts, hold)
-    warn_of_few(config, setup.method.rounds)
+    kept = config.num_steps if is_late or run.place.elastic else begin.step
+    facts, sinks = _write_facts(run, describe(run, begin.state), sinks, kept)
+    renew = functools.partial(_renew, run, facts, hold)
+    warn_of_few(config, run.method.rounds)
     write = stack.enter_context(open_sinks(sinks, config, folder, begin.step))
     others = task.headline.name, kept, task.units, write, renew
     log = Log(folder, config.num_steps, begin.step, *others)
@@ -243,51 +217,50 @@ def _open_log(
     return log, renew
 
 
-def _say_start(setup: Setup, begin: Begin, log: Log | None) -> None:
-    config = setup.config
-    options = as_arguments(step_options(config, setup.mesh))  # Each process checks it.
-    if log is not None and begin.step >= config.num_steps:
-        more = f"decentjax resume {setup.folder} --num-steps {2 * config.num_steps}"
+def _say_start(run: Run, begin: Begin, log: Log | None) -> None:
+    options = as_arguments(step_options(run))  # Each process checks it.
+    if log is not None and begin.step >= run.config.num_steps:
+        more = f"decentjax resume {run.folder} --num-steps {2 * run.config.num_steps}"
         log.say(f"all {begin.step} steps are done already; {more} goes further")
     if log is not None and options:
         log.say(f"options of XLA: {options} (without: --step.xla-options)")
 
 
 def _write_facts(
-    setup: Setup, facts: dict[str, Any], sinks: Sequence[Sink], kept: int
+    run: Run, facts: dict[str, Any], sinks: Sequence[Sink], kept: int
 ) -> tuple[dict[str, Any], Sequence[Sink]]:
     """Writes the facts of the run, and gives its sinks the rows that they lack."""
-    rows = read_metrics(setup.folder)
+    rows = read_metrics(run.folder)
     goes_back = any(row["step"] > kept for row in rows)
-    facts, new = write_facts(setup.folder, facts, setup.config.log.sinks, goes_back)
-    before = [(row["step"], for_sinks(row, setup.first)) for row in rows]
+    facts, new = write_facts(run.folder, facts, run.config.log.sinks, goes_back)
+    before = [(row["step"], for_sinks(row, run.place.first)) for row in rows]
     before = [(step, values) for step, values in before if step <= kept and values]
     return facts, with_rows_before(sinks, new, before)
 
 
-def _prepare_folder(setup: Setup, step: int) -> None:
+def _prepare_folder(run: Run, step: int) -> None:
     """Removes from the folder what a run from this step on will write again."""
-    folder = setup.folder
+    folder = run.folder
     for name in set_aside(folder, step):
         warn(f"moved {folder}/checkpoints/{name} to {folder / 'set_aside'}")
-    _write_config(setup)
+    _write_config(run)
     drop_spans(folder, step)
 
 
-def _write_config(setup: Setup) -> None:
-    write_whole(setup.folder / "config.json", to_json(setup.config))
-    if setup.watch is not None:
-        write_shared(setup.config, setup.folder)
+def _write_config(run: Run) -> None:
+    write_whole(run.folder / "config.json", to_json(run.config))
+    if run.place.watch is not None:
+        write_shared(run)
 
 
-def _renew(setup: Setup, facts: dict[str, Any], hold: Hold) -> None:
+def _renew(run: Run, facts: dict[str, Any], hold: Hold) -> None:
     """Makes missing parts of the folder again, without which a run cannot resume."""
-    folder = setup.folder
+    folder = run.folder
     paths = folder, folder / "config.json", folder / FACTS
     gone = [path for path in paths if not path.exists()]
     hold()
     if gone:
         (folder / "checkpoints").mkdir(exist_ok=True)
         warn(f"{gone[0]} {MADE_AGAIN}")
-        _write_config(setup)
+        _write_config(run)
         write_json(folder / FACTS, facts)

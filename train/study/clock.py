@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,16 +11,16 @@ from decentjax import Rounds, gossip, runtime
 from decentjax.topology import butterfly_groups
 from train.config import (
     BackgroundExchange,
-    Config,
     GroupExchange,
     PeerExchange,
     QuorumExchange,
+    WorkersConfig,
 )
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
-from train.run.method import Method, build_method
+from train.run.method import Method
 from train.run.peer_run import wagma_plan
+from train.run.setup import Run
 from train.study.peer_clock import Timed, simulate_peers
-from train.tasks.task import build_task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,26 +71,28 @@ class Clock:
         times = None if self.trace is None else np.load(self.trace).tolist()
         return {**vars(self), "trace": times}
 
-    def run(self, config: Config, seed: int) -> Timed:
+    def run(self, run: Run, seed: int) -> Timed:
         """Simulates the times of a run.
 
         Args:
-          config: config of the run.
+          run: the run.
           seed: seed of the compute times.
 
         Raises:
           ValueError: if there is no clock, or no model of the time of such a run.
         """
-        task, count = build_task(config.task), config.num_steps
+        config, method, count = run.config, run.method, run.config.num_steps
         exchange = config.exchange
-        method = build_method(config, task)
         if method.policy is not None:
             raise ValueError(
                 f"the policy {config.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
             )
-        model, _ = jax.eval_shape(task.init, jax.random.key(0))
-        cluster, job = self._cluster(config), self._job(method.model_bytes(model))
+        model, _ = jax.eval_shape(run.task.init, jax.random.key(0))
+        cluster, job = (
+            self._cluster(config.workers),
+            self._job(method.model_bytes(model)),
+        )
         match exchange:
             case PeerExchange():
                 _check_peers(exchange, method)
@@ -105,13 +106,14 @@ class Clock:
                     patience=exchange.waits,
                 )
             case GroupExchange():
-                return self._of_groups(config, method, cluster, job, seed)
+                return self._of_groups(run, cluster, job, seed)
         in_thread = isinstance(exchange, BackgroundExchange)
         return Timed(method.times(in_thread, cluster, job, count, seed))
 
     def _of_groups(
-        self, config: Config, method: Method, cluster: Any, job: Any, seed: int
+        self, run: Run, cluster: runtime.Cluster, job: runtime.Job, seed: int
     ) -> Timed:
+        config, method = run.config, run.method
         if method.is_early:
             raise ValueError(
                 "of groups, those with step.algorithm = atc have a clock, got "
@@ -122,8 +124,7 @@ class Clock:
         times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
         return Timed(times, gossip.averages(groups, times.start + times.compute))
 
-    def _cluster(self, config: Config) -> runtime.Cluster:
-        workers = config.workers
+    def _cluster(self, workers: WorkersConfig) -> runtime.Cluster:
         between = math.inf if self.between is None else rate("between", self.between)
         return runtime.Cluster(
             num_nodes=workers.num_workers // workers.workers_per_node,

@@ -18,11 +18,13 @@ from decentjax.dispersion import measured, tensor_distances
 from decentjax.plan import Event, Plan, worker_step
 from decentjax.rounds import default_mix, receive, send
 from decentjax.updates import LossFn, Metrics
-from train.config import Config, OptimizerConfig, StepConfig
-from train.run.build import build_local, options_on
-from train.run.method import bind_mix, build_method
+from train.config import OptimizerConfig, StepConfig
+from train.run.build import options_on
+from train.run.method import bind_mix
+from train.run.nonfinite import build_local
 from train.run.optimizers import build_optimizer
 from train.run.scores import ratios
+from train.run.setup import Run
 from train.tasks.task import Task
 
 
@@ -47,7 +49,7 @@ def fetch(arrays: Any) -> Any:
 
 
 def build_step(
-    config: Config, task: Task, mesh: Mesh | None
+    run: Run,
 ) -> Callable[[WorkerState, Any, Any], tuple[WorkerState, Metrics]]:
     """The step of the config's method over [K, N, ...], in few programs.
 
@@ -55,8 +57,9 @@ def build_step(
     a separate program, and the local update is compiled once and not once for each
     exchange, nor for each run of a grid.
     """
-    method, options = build_method(config, task), options_on(mesh, config.step)
-    key = mesh, config.step, task.loss_fn, config.optimizer, config.num_steps
+    config, method, mesh = run.config, run.method, run.mesh
+    options = options_on(mesh, config.step)
+    key = mesh, config.step, run.task.loss_fn, config.optimizer, config.num_steps
     key = *key, method.is_early
     rounds = method.rounds
     if method.sends_gradients or (rounds is not None and rounds.has_hooks):

@@ -4,7 +4,6 @@ The workers take their steps one after the other, by the code of a real run.
 """
 
 import collections
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +15,19 @@ import numpy as np
 from decentjax import WorkerState, gossip
 from decentjax.updates import Metrics
 from train.config import Config, GroupExchange, PeerExchange, QuorumExchange
-from train.run.build import build_local, build_state, build_steps, options_on
-from train.run.method import build_method
+from train.run.build import build_steps, options_on
 from train.run.nonfinite import check_gradients
-from train.run.optimizers import build_optimizer
 from train.run.peer_run import amounts_of, at_step, wagma_plan
+from train.run.setup import Run
 from train.study.clock import Clock
 from train.study.lives import WorkerLife
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.study.programs import build_scores, far_apart, judge
-from train.tasks.task import Task, build_task
+from train.study.seeds import train_seeds
 
 
 def repeat(
-    config: Config,
-    task: Task,
+    run: Run,
     records: Sequence[gossip.MergeRecord],
     observe: Callable[[int, int, WorkerState, Metrics], None],
     lives: Sequence[WorkerLife] | None = None,
@@ -38,8 +35,7 @@ def repeat(
     """Returns the state of each worker, stacked, [1, ...], after its last record.
 
     Args:
-      config: config of the run.
-      task: its task.
+      run: the run.
       records: what each worker has mixed at each step.
       observe: function that is called with worker, step, state and metrics of each
         step; the next one donates all of the state but its params.
@@ -49,22 +45,20 @@ def repeat(
       ValueError: if the record is not whole, or of rounds without a quorum, or the
         lives of an elastic run are not given.
     """
-    method = build_method(config, task)
+    config, method = run.config, run.method
     has_quorum = isinstance(config.exchange, QuorumExchange)
     if method.rounds is not None and not has_quorum:
         raise ValueError(
             "rounds are repeated where they end with a quorum: those of all workers "
             "have the numbers of exchange = auto"
         )
-    if config.is_elastic and lives is None:
+    if lives is None and config.is_elastic:
         raise ValueError(
             "an elastic run is not repeated: its records do not say who lived when"
         )
     workers = range(config.workers.num_workers)
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    local = build_local(config.step, task.loss_fn, optimizer)
-    start = [build_state(config, task, optimizer, [worker]) for worker in workers]
-    rows = [build_steps(config, task, [worker]) for worker in workers]
+    start = [run.first_state([worker]) for worker in workers]
+    rows = [build_steps(run, [worker]) for worker in workers]
 
     def batches(worker: int, step: int) -> object:
         shard, at = (worker, step) if lives is None else lives[worker].places[step]
@@ -78,7 +72,7 @@ def repeat(
     match config.exchange:
         case QuorumExchange() as exchange:
             graph = method.rounds
-            way = exchange.merge(len(workers), amounts_of(task))
+            way = exchange.merge(len(workers), amounts_of(run.task))
             assert graph is not None
         case GroupExchange():
             graph, way = wagma_plan(config, method.is_early), "arrived"
@@ -87,45 +81,47 @@ def repeat(
         case _:
             raise ValueError("only runs of peers are repeated")
     how = start.copy(), batches, records, done, at_step
-    for worker, step, state, metrics in gossip.replay(local, graph, way, *how):
+    for worker, step, state, metrics in gossip.replay(run.local, graph, way, *how):
         observe(worker, step, state, metrics)
         start[worker] = state
     return start
 
 
 def train_by_clock(
-    config: Config,
-    seeds: range,
-    report: Report,
-    clock: Clock,
-    task: Task | None = None,
+    run: Run, seeds: range, report: Report, clock: Clock
 ) -> SeedsOutcome:
     """Trains a run of peers with each seed in turn.
 
     Args:
-      config: config of the run, whose own seed is ignored.
+      run: the run, whose own seed is ignored.
       seeds: the seeds, of the clock too.
       report: progress.
       clock: how long workers compute: what they mix follows from that.
-      task: task to train, such as one with a part of the held-out data; by default the
-        config's.
 
     Raises:
       ValueError: if there is no clock for such a run.
       FloatingPointError: if a loss is NaN or infinite.
     """
-    task = task or build_task(config.task)
-    options_on(None, config.step)  # For its errors: no program is on a mesh.
+    options_on(None, run.config.step)  # For its errors: no program is on a mesh.
 
     def train(seed: int, report: Report) -> SeedsOutcome:
-        return _train(dataclasses.replace(config, seed=seed), task, report, clock)
+        return _train(run.with_seed(seed), report, clock)
 
-    return in_turn(train, seeds, config.num_steps, report)
+    return in_turn(train, seeds, run.config.num_steps, report)
 
 
-def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOutcome:
-    start = time.monotonic()
-    timed = clock.run(config, config.seed)
+def train_simulated(
+    run: Run, seeds: range, report: Report, clock: Clock, at_once: int | None = None
+) -> SeedsOutcome:
+    """Trains with each seed: all of them together, or peers one after the other."""
+    if run.config.is_apart:
+        return train_by_clock(run, seeds, report, clock)
+    return train_seeds(run, seeds, report, at_once)
+
+
+def _train(run: Run, report: Report, clock: Clock) -> SeedsOutcome:
+    start, config, task = time.monotonic(), run.config, run.task
+    timed = clock.run(run, config.seed)
     # All workers live, and each reads its own shard.
     lives = [
         WorkerLife({step: (worker, batch) for batch, step in enumerate(own)})
@@ -160,7 +156,7 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
             if len(models[done]) == num_workers:
                 evaluations.append((done, score_means(_together(models.pop(done)))))
 
-    states = repeat(config, task, timed.records, observe, lives or None)
+    states = repeat(run, timed.records, observe, lives or None)
     state = _together(dict(enumerate(states)))
     cuts = [*range(0, config.num_steps, every), config.num_steps]
     return SeedsOutcome(

@@ -1,7 +1,6 @@
 """A run with several seeds at once: workers and seeds simulated as one program."""
 
 import collections
-import dataclasses
 import functools
 import json
 import os
@@ -13,12 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from decentjax import WorkerState
 from decentjax.analysis import traffic
 from decentjax.dispersion import NORMS, measures_of, tensor_names
-from decentjax.placement import local_workers
 from decentjax.plan import Event
 from decentjax.process import phases
 from decentjax.topology import Topology, matrices
@@ -26,49 +23,39 @@ from decentjax.updates import Metrics
 from train.cli.config_json import to_json
 from train.config import Config, HoldingPolicy
 from train.data.batches import feed
-from train.run.build import build_state, build_steps
+from train.run.build import build_steps
 from train.run.check_task import trace_task
-from train.run.method import Method, build_method
+from train.run.method import Method
 from train.run.nonfinite import QUARANTINED, watch_of
-from train.run.optimizers import build_optimizer
 from train.run.policy_choice import is_measured, learn
+from train.run.setup import Run
 from train.store.log import warn
 from train.study import programs
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
-from train.tasks.task import Task, build_task
 
 
 def train_seeds(
-    config: Config,
-    seeds: range,
-    report: Report,
-    at_once: int | None = None,
-    task: Task | None = None,
-    mesh: Mesh | None = None,
+    run: Run, seeds: range, report: Report, at_once: int | None = None
 ) -> SeedsOutcome:
     """Trains with each seed, all seeds together.
 
-    By default all workers are batched on one device. In a job of several processes all
-    of them call it, and get the same results.
+    In a job of several processes all of them call it, and get the same results.
 
     Args:
-      config: config of the run, whose own seed is ignored.
+      run: the run, whose own seed is ignored.
       seeds: the K seeds.
       report: progress.
       at_once: number of seeds that fit into the device's memory; by default all.
-      task: task to train, such as one with a part of the held-out data; by default the
-        config's.
-      mesh: mesh with a device for each worker; by default they are simulated.
 
     Raises:
       ValueError: if the shapes of a step differ between the seeds.
       FloatingPointError: if a loss is NaN or infinite.
     """
-    task = task or build_task(config.task)
-    trace_task(task, config.step.batch_per_worker, config.workers.num_workers)
+    config = run.config
+    trace_task(run.task, config.step.batch_per_worker, config.workers.num_workers)
     size = seeds_at_once(config, len(seeds), at_once)
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
-    train = functools.partial(_train_together, config, task, mesh=mesh)
+    train = functools.partial(_train_together, run)
     return in_turn(train, groups, config.num_steps, report)
 
 
@@ -102,20 +89,15 @@ def _task_of(config: Config) -> tuple[str, str, str]:
     return file, kind.__qualname__, json.dumps({**fields, "kind": ""})
 
 
-def _train_together(
-    config: Config, task: Task, seeds: range, report: Report, mesh: Mesh | None
-) -> SeedsOutcome:
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
-    method = build_method(config, task)
-    train_step = programs.build_step(config, task, mesh)
-    policy = method.policy
-    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
-    states = [build_state(one, task, optimizer, workers) for one in configs]
+def _train_together(run: Run, seeds: range, report: Report) -> SeedsOutcome:
+    config, task, method, mesh = run.config, run.task, run.method, run.mesh
+    train_step, policy = programs.build_step(run), method.policy
+    runs, workers = [run.with_seed(seed) for seed in seeds], run.place.workers
+    states = [one.first_state(workers) for one in runs]
     state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
-    batches = [feed(build_steps(one, task, workers)) for one in configs]
+    batches = [feed(build_steps(one, workers)) for one in runs]
     score_means, score_workers = programs.build_scores(task)
-    start, log = time.monotonic(), _Log(config, mesh)
+    start, log = time.monotonic(), _Log(run)
     evaluations, taken = [], []
     for step in range(1, config.num_steps + 1):
         phases.note("computing", step - 1)
@@ -136,7 +118,7 @@ def _train_together(
             evaluations.append((step, score_means(state)))
     log.say_dropped()
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
-    sent = sent_by(config, method, taken, one_model)
+    sent = sent_by(method, config.workers.workers_per_node, taken, one_model)
     return SeedsOutcome(
         time.monotonic() - start,
         log.losses,
@@ -154,9 +136,10 @@ def _train_together(
 class _Log:
     """Losses and dispersion of K seeds while they train."""
 
-    def __init__(self, config: Config, mesh: Mesh | None):
+    def __init__(self, run: Run):
+        config = run.config
         self.losses, self.dispersion, self.last_tenth = [], [], []
-        self._config, self._mesh, self._recent = config, mesh, []
+        self._num_steps, self._mesh, self._recent = config.num_steps, run.mesh, []
         self._drops = config.step.not_finite == "quarantine"
         self._dropped = []
 
@@ -165,7 +148,7 @@ class _Log:
         # Their values would make each step wait for the last.
         self._recent.append(metrics["loss"])
         self._dropped += [metrics[QUARANTINED]] if self._drops else []
-        if 10 * step > 9 * self._config.num_steps:  # At least the last step.
+        if 10 * step > 9 * self._num_steps:  # At least the last step.
             self.last_tenth.append(metrics["loss"])
 
     def write(self, step: int, state: WorkerState, norms: jax.Array) -> float:
@@ -211,13 +194,13 @@ class _Log:
 
 
 def sent_by(
-    config: Config, method: Method, taken: Sequence[Event], one_model: Any
+    method: Method, workers_per_node: int, taken: Sequence[Event], one_model: Any
 ) -> dict[str, float]:
     """What workers and nodes send in a step, as means over the steps.
 
     Args:
-      config: config of the run.
-      method: its method.
+      method: method of a run.
+      workers_per_node: number of workers that share a node.
       taken: what each step takes of the method's plan.
       one_model: model as shapes.
     """
@@ -227,7 +210,7 @@ def sent_by(
         if sent is None:
             continue
         graph = Topology("one", (sent.exchange,))
-        (found,) = traffic(graph, sent.num_bytes, config.workers.workers_per_node)
+        (found,) = traffic(graph, sent.num_bytes, workers_per_node)
         (matrix,) = matrices(graph)
         total["connections"] += count * ((matrix != 0).sum() / len(matrix) - 1)
         total["per worker"] += count * found.worker_bytes.mean()

@@ -25,6 +25,7 @@ from train.config import (
 from train.run import start_run
 from train.run.loop import train
 from train.run.resume import Resume
+from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.study.seeds import train_seeds
 
@@ -87,7 +88,7 @@ def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     config = config_of(method)
     train(config, tmp_path / "alone")
     alone = column(tmp_path / "alone")
-    together = train_seeds(config, range(2), lambda *_: None)
+    together = train_seeds(make_run(config), range(2), lambda *_: None)
     seeds = [values[0] for _, values in together.losses]
     np.testing.assert_allclose(alone, seeds, rtol=1e-4)
     whole, fragments = traffic(complete(4), 32)[0].worker_bytes.mean(), 2
@@ -183,7 +184,7 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
     rows = read_metrics(tmp_path / "whole")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0]
-    together = train_seeds(config, range(1), lambda *_: None)
+    together = train_seeds(make_run(config), range(1), lambda *_: None)
     seeds = [values[0] for _, values in together.losses]
     np.testing.assert_allclose(losses, seeds, rtol=1e-4)
 

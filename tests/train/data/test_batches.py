@@ -14,6 +14,7 @@ from tests.jobs import python
 from train.config import DataConfig
 from train.data.batches import Unreadable, deal, feed, worker_steps
 from train.run.build import build_steps
+from train.run.setup import make_run
 
 NUM_EXAMPLES = 47
 BROKEN = frozenset({3, 4, 5, 17, 46})
@@ -289,15 +290,15 @@ def test_workers_pass_over_their_own_part():
 def test_a_config_deals_the_classes_of_its_task():
     config = changed(wagma, data=DataConfig(skew=("dirichlet", 0.1)))
     workers = range(config.workers.num_workers)
-    steps = build_steps(config, config.task.build(), workers)
+    steps = build_steps(make_run(config), workers)
     labels = np.concatenate([steps[t].arrays["label"] for t in range(30)], axis=1)
     kinds = [len(set(row)) for row in labels.tolist()]
     assert np.mean(kinds) < 5
-    even = build_steps(wagma, wagma.task.build(), workers)
+    even = build_steps(make_run(wagma), workers)
     labels = np.concatenate([even[t].arrays["label"] for t in range(30)], axis=1)
     assert np.mean([len(set(row)) for row in labels.tolist()]) > 9
     other = changed(line.config, data=config.data)
     with pytest.raises(ValueError, match=r"data.skew deals classes .* have none"):
-        build_steps(other, other.task.build(), range(4))
+        build_steps(make_run(other), range(4))
     with pytest.raises(ValueError, match="positive concentration, got 0"):
         DataConfig(skew=("dirichlet", 0.0))

@@ -26,6 +26,8 @@ from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out, with_own
 from train.fields import place_of
 from train.figures.dbench_figure import draw_points
+from train.run.place import Given
+from train.run.setup import make_run
 from train.study.seeds import train_seeds
 from train.study.tune import Grid, half
 from train.tasks.task import Headline
@@ -182,7 +184,7 @@ def test_a_grid_that_takes_longer_than_it_may_is_refused(tmp_path):
 @pytest.mark.slow
 def test_what_is_sent_and_how_far_replicas_are_apart():
     config = changed(LINE, num_steps=7)
-    outcome = train_seeds(config, range(2), ignore)
+    outcome = train_seeds(make_run(config), range(2), ignore)
     # The ring of four: two peers, and the model sent to each.
     assert outcome.sent["connections"] == [2.0, 2.0]
     assert outcome.sent["per worker"] == [2.0 * MODEL_BYTES] * 2
@@ -195,7 +197,7 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
     )
     assert (np.array(found["gini"]) > 0).any()
     whole = train_seeds(
-        changed(config, step=dict(algorithm="all_reduce")), range(2), ignore
+        make_run(changed(config, step=dict(algorithm="all_reduce"))), range(2), ignore
     )
     assert np.abs(whole.dispersion[-1][1]["gini"]).max() < 1e-7
     sent = analysis.traffic(topology.complete(4), MODEL_BYTES)[0]
@@ -208,8 +210,10 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
 def test_workers_of_a_mesh_come_to_the_same_as_simulated_ones(graph):
     (cell,) = cells(graphs=(graph,))
     assert cell.config is not None
-    simulated = train_seeds(cell.config, range(2), ignore)
-    real = train_seeds(cell.config, range(2), ignore, mesh=worker_mesh(4))
+    simulated = train_seeds(make_run(cell.config), range(2), ignore)
+    real = train_seeds(
+        make_run(cell.config, Given(cell.config, worker_mesh(4))), range(2), ignore
+    )
     for name in ("losses", "training_loss", "evaluations", "workers", "dispersion"):
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
@@ -325,7 +329,7 @@ def test_models_that_overflow_diverge():
         ),
     )
     with pytest.raises(FloatingPointError, match="models are not finite after step 1"):
-        train_seeds(config, range(2), ignore)
+        train_seeds(make_run(config), range(2), ignore)
 
 
 @pytest.mark.slow

@@ -28,9 +28,9 @@ from train.run.array_placement import (
     put_state,
     shards_of,
 )
-from train.run.build import build_mesh
 from train.run.loop import train
 from train.run.observe import local_mean, local_rows
+from train.run.place import build_place
 from train.run.resume import Resume
 from train.run.setup import set_up
 from train.store.checkpoints import find_checkpoints, restore
@@ -44,9 +44,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 def state_of(config, folder):
     """The state of the newest checkpoint of a run, placed as this config places it."""
-    setup = set_up(config, folder)
+    run = set_up(config, folder)
     steps = find_checkpoints(folder).steps
-    return restore(steps[max(steps)], setup.state())
+    return restore(steps[max(steps)], run.state())
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,10 @@ def test_rows_and_means_of_slices_count_each_worker_once():
         (lambda: worker_mesh(5, devices_per_worker=2), "5 workers of 2 devices need"),
         (lambda: worker_mesh(2, devices_per_worker=0), "must be at least one, got 0"),
         (lambda: WorkersConfig(devices_per_worker=0), "at least 1, got 0"),
-        (lambda: build_mesh(config_of(2, "simulate")), "simulated workers share one"),
+        (
+            lambda: build_place(config_of(2, "simulate")).mesh,
+            "simulated workers share",
+        ),
         (lambda: longest_dim((3, 5), 2), r"no dim of an array of shape \(3, 5\)"),
         (lambda: prepare(config_of(3), "h100", 2, 8), "devices_per_worker = 3 do not"),
     ],

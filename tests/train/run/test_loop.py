@@ -37,10 +37,12 @@ from train.data.batches import worker_steps
 from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
-from train.run.build import build_state, build_train_step, step_options
+from train.run.build import build_train_step, step_options
 from train.run.loop import train
-from train.run.optimizers import build_optimizer, build_schedule, optimizer_with
+from train.run.optimizers import build_schedule, optimizer_with
+from train.run.place import Given
 from train.run.resume import Resume
+from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.tasks.stdlib import StdlibTask, count_model
 
@@ -337,12 +339,10 @@ def test_the_first_step_of_the_quickstart_is_golden():
     Where that is meant, put in what this test shows as actual.
     """
     config = load_config(ROOT / "configs" / "quickstart.py")
-    task = config.task.build()
     optimizer = optimizer_with(config.optimizer, lambda step: 1e-3)
+    run = make_run(config, optimizer=optimizer)
     batch = np.random.default_rng(0).integers(0, 128, (8, 4, 33), np.uint8)
-    train_step = build_train_step(config, task, optimizer, mesh=None)
-    state = build_state(config, task, optimizer, range(8))
-    state, metrics = train_step(state, batch, 0)
+    state, metrics = build_train_step(run)(run.state(), batch, 0)
     square = sum(float((x**2).sum()) for x in jax.tree.leaves(state.params))
     np.testing.assert_allclose(metrics["loss"], GOLDEN_LOSSES, rtol=2e-5)
     assert square == pytest.approx(GOLDEN_SQUARE, rel=1e-5)
@@ -381,10 +381,10 @@ def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, 
 def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason):
     config = changed(TINY, step=dict(xla_options=(option,)))
     if not reason:
-        assert step_options(config, mesh=None) == {}
+        assert step_options(make_run(config)) == {}
         return
     with pytest.raises(ValueError, match=f"^step.xla_options: .*{reason}"):
-        step_options(config, mesh=None)
+        step_options(make_run(config))
 
 
 def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
@@ -393,8 +393,7 @@ def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
     config = changed(
         TINY, exchange=BackgroundExchange(), step=dict(message_dtype="bfloat16")
     )
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    build_train_step(config, config.task.build(), optimizer, worker_mesh(4))
+    build_train_step(make_run(config, Given(config, worker_mesh(4))))
     assert made["message_dtype"] == "bfloat16"
 
 
@@ -407,4 +406,4 @@ def test_a_background_exchange_takes_no_options_of_xla():
             exchange=kind_of("exchange", where)(),
             step=dict(xla_options=(f"{option}=True",)),
         )
-        assert step_options(config, mesh) == options
+        assert step_options(make_run(config, Given(config, mesh))) == options

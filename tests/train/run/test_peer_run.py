@@ -48,14 +48,16 @@ from train.config import (
     TopologyConfig,
 )
 from train.evaluate import evaluate
-from train.job.peer_place import address_of, peer_place, process_place
 from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
 from train.run import peer_run
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
+from train.run.peer_run import address_of
+from train.run.place import build_place
 from train.run.scores import read_trained
+from train.run.setup import make_run
 from train.store.checkpoints import find_checkpoints, read_models
 from train.store.log import read_metrics
 from train.study.replayed import repeat
@@ -124,7 +126,7 @@ def test_rounds_of_peers_that_wait_are_the_simulated(codec, tmp_path):
         (t, t) for t in (0, 3, 6, 9)
     }
     with pytest.raises(ValueError, match="rounds are repeated where they end with a"):
-        repeat(config, config.task.build(), [], lambda *_: None)
+        repeat(make_run(config), [], lambda *_: None)
 
 
 SWAPS = [*RING, "--exchange.way", "swaps"]
@@ -159,7 +161,7 @@ def test_an_elastic_run_or_one_without_peers_is_not_repeated(tmp_path):
     ring, elastic = TopologyConfig(name="ring"), PeerExchange(elastic=True)
     config = changed(line.config, topology=ring, exchange=elastic)
     with pytest.raises(ValueError, match="an elastic run is not repeated: its recor"):
-        repeat(config, config.task.build(), [], lambda *_: None)
+        repeat(make_run(config), [], lambda *_: None)
     with pytest.raises(ValueError, match="holds no run of peers"):
         replay(tmp_path)
 
@@ -620,9 +622,10 @@ def test_the_place_is_slurms_where_it_is_not_given(monkeypatch):
     given = {"JOB_ID": 7, "STEP_NODELIST": "localhost", "NTASKS": 4, "PROCID": 3}
     for name, value in {**given, "LOCALID": 3}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
-    assert peer_place(config) == (3, 4, range(3, 4))
-    assert process_place(config) == (3, 4)
-    assert process_place(line.config) == (0, 1)
+    place = build_place(config)
+    assert (place.process, place.count, place.workers) == (3, 4, range(3, 4))
+    place = build_place(line.config)
+    assert (place.process, place.count, place.workers) == (0, 1, range(4))
     assert address_of("lo") == "127.0.0.1"
     assert address_of("10.1.2.3:40") == "10.1.2.3:40"
 
@@ -665,10 +668,10 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
 @pytest.mark.slow
 def test_the_devices_given_to_a_process_are_those_it_uses():
     code = (
-        "import jax\nfrom train.job.peer_place import start_peer\n"
+        "import jax\nfrom train.run.place import build_place\n"
         "from tests.line import as_process\n"
-        "start_peer(as_process(0, 2))\n"
-        "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
+        "with build_place(as_process(0, 2)).start():\n"
+        "  print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
     )
     done = python("-c", code, JAX_LOCAL_DEVICE_IDS="1")
     assert done.stdout.split() == ["2", "1"], done.stderr

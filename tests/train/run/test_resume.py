@@ -38,6 +38,7 @@ from train.run.nonfinite import WatchState, build_check
 from train.run.rate_jumps import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed
 from train.run.scores import build_score, read_trained
+from train.run.setup import make_run
 from train.run.start_run import Parts
 from train.run.stop import Stop
 from train.store.checkpoint_writer import Checkpoints
@@ -214,7 +215,6 @@ def test_what_is_saved_is_settled_checked_and_written_down():
     parts = Parts(
         train_step=train_step,
         batches=iter([Batch(np.zeros(1))]),
-        put=lambda arrays: arrays,
         check=note("check"),
         observer=SimpleNamespace(log=None, **{name: note(name) for name in names}),
         checkpoints=SimpleNamespace(
@@ -223,10 +223,9 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         stop=Stop(),
         late=lambda step: None,
         profile=lambda step, state: None,
-        first=0,
     )
-    config = changed(LINE, num_steps=1)
-    assert run_steps(config, Begin(0, state, None), parts) == (1, state)
+    run = make_run(changed(LINE, num_steps=1))
+    assert run_steps(run, Begin(0, state, None), parts) == (1, state)
     # The last step is settled once more, to measure the consensus distance.
     order = "count step settle measure settle check flush write_rows save evaluate"
     assert done == order.split()

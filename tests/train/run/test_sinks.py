@@ -35,7 +35,6 @@ from train.config import (
     TopologyConfig,
 )
 from train.run import sinks
-from train.run.build import build_state
 from train.run.loop import train
 from train.run.method import build_method
 from train.run.observe import local_mean
@@ -43,6 +42,7 @@ from train.run.optimizers import build_optimizer
 from train.run.resume import Resume, saved_config
 from train.run.run_info import command_line, peak_seconds, read_facts, worker_flops
 from train.run.scores import ratios
+from train.run.setup import make_run
 from train.run.sinks import named_sinks
 from train.store.log import read_metrics
 from train.study.seeds import _Log
@@ -199,13 +199,14 @@ def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches(monkeypatch):
     for parts in (1, 4):
         step = StepConfig(batch_per_worker=batch, num_micro_batches=parts)
         config = changed(SHORT, step=step)
-        state = build_state(config, task, optimizer, range(4))
+        run = make_run(config, task=task, optimizer=optimizer)
+        state = run.first_state(range(4))
         # Forward, and the gradient of the weights.
         matmuls = 2 * 2 * batch * inside * out
         update = 40 * inside * out  # Adam's, at most.
-        found = worker_flops(config, task, optimizer, state)
+        found = worker_flops(run, state)
         assert matmuls < found < matmuls + update
-    assert peak_seconds(config, task, optimizer, state, None) is None  # On a CPU.
+    assert peak_seconds(run, state) is None  # On a CPU.
 
     # Where JAX_PLATFORMS leaves a GPU alone: nothing can analyse a lowered program.
     def no_cpu(**_):
@@ -213,7 +214,7 @@ def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches(monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(jax, "local_devices", no_cpu)
-        assert worker_flops(config, task, optimizer, state) is None
+        assert worker_flops(run, state) is None
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("cpu") is None
 

@@ -1,0 +1,263 @@
+"""The place of a run: one process, a job of several, or one of several peers."""
+
+import contextlib
+import functools
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from decentjax import worker_mesh
+from decentjax.distributed.devices import provide_cpu_devices, provide_devices
+from decentjax.distributed.place import JobPlace
+from decentjax.distributed.watch import close_watch, watch
+from decentjax.placement import local_workers
+from train.cli.config_json import read_fields
+from train.config import BackgroundExchange, Config
+from train.job.distributed import (
+    detect,
+    fail_stop,
+    job_mesh,
+    leave,
+    meet,
+    start,
+    workers_per_process,
+)
+from train.job.signals import stoppable
+from train.run.peer_log import Watch, senders
+from train.store.checkpoints import find_checkpoints
+from train.store.folder import check_links, process_folders
+
+
+class Alone:
+    """One process, whose workers share a device or have a device each.
+
+    Args:
+      config: config of the run.
+      run_dir: folder of the run; unused by a run that writes none.
+    """
+
+    watch: Watch | None = None  # What a process learns of its peers.
+    elastic = False  # Whether processes come and go.
+
+    def __init__(self, config: Config, run_dir: Path = Path()):
+        self._config, self.run_dir = config, run_dir
+
+    @property
+    def process(self) -> int:
+        """Number of this process."""
+        return jax.process_index()
+
+    @property
+    def count(self) -> int:
+        """Number of all processes."""
+        return jax.process_count()
+
+    @property
+    def first(self) -> int:
+        """Number of the worker of the first row of arrays."""
+        return 0
+
+    @property
+    def workers(self) -> Sequence[int]:
+        """Numbers of the workers of this process."""
+        if self.mesh is None:
+            return range(self._config.workers.num_workers)
+        return [self.first + number for number in local_workers(self.mesh)]
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """The devices of the workers, of peers its own; None if they are simulated.
+
+        Raises:
+          ValueError: if simulated workers are to exchange in a second thread, or to
+            have several devices.
+        """
+        workers = self._config.workers
+        if workers.where == "mesh":
+            return worker_mesh(workers.num_workers, None, workers.devices_per_worker)
+        if workers.devices_per_worker > 1:
+            raise ValueError(
+                "simulated workers share one device, got devices_per_worker = "
+                f'{workers.devices_per_worker}: set workers.where = "mesh", or start '
+                "several processes"
+            )
+        if isinstance(self._config.exchange, BackgroundExchange):
+            raise ValueError(
+                'simulated workers send nothing: exchange = "background" needs '
+                'workers.where = "mesh", or several processes'
+            )
+        return None
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder into which this process writes.
+
+        Raises:
+          ValueError: if it holds a run of another kind.
+        """
+        if process_folders(self.run_dir):
+            raise ValueError(
+                f"{self.run_dir} holds a run of peers: go on with --exchange peers, "
+                "or choose another folder with --run-dir"
+            )
+        return self.run_dir
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[None]:
+        """Gives this process its devices, before anything has used one."""
+        workers, deadline = self._config.workers, self._config.distributed.deadline
+        if workers.where == "mesh":
+            provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
+        if deadline is not None:
+            watch(deadline)
+        yield
+
+    def finish(self) -> bool:
+        """Ends the training of all processes; returns whether this one has results."""
+        # Process 0 plots and scores for longer than jax lets its peers wait at exit.
+        leave()
+        return self.process == 0
+
+    def phrase(self, in_thread: bool) -> str:
+        """Where models are exchanged."""
+        if self.mesh is None:
+            return "simulated on one device"
+        return f"exchanged in {'a second thread' if in_thread else 'the compiled step'}"
+
+
+class Given(Alone):
+    """A mesh, or one device for all workers, whatever the config says.
+
+    Args:
+      config: config of the run.
+      given: the mesh; None simulates the workers.
+    """
+
+    def __init__(self, config: Config, given: Mesh | None = None):
+        super().__init__(config)
+        self._given = given
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self._given
+
+
+class Job(Alone):
+    """One of several processes that are a job of jax.distributed."""
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices of all workers, if the processes agree on the run."""
+        return job_mesh(self._config, meet(self._config))
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[None]:
+        """Joins the other processes."""
+        config = self._config
+        with fail_stop():
+            workers = config.workers.num_workers, config.workers.devices_per_worker
+            start(config.distributed, workers[0], self.run_dir, workers[1])
+            # jax has taken over SIGTERM, which it passes on to jobs of several.
+            alone = self.count == 1
+            with stoppable(but=[signal.SIGINT]) if alone else contextlib.nullcontext():
+                yield
+
+
+class Apart(Alone):
+    """One of several peers, which have no coordinator: each process is a separate run.
+
+    RUN/process-K is the folder of process K, with its own lock, log and checkpoints;
+    RUN/peers has the addresses of the workers, RUN/config.json what all share.
+
+    Raises:
+      ValueError: if it has no place, or the workers do not divide among the processes.
+    """
+
+    def __init__(self, config: Config, run_dir: Path = Path()):
+        super().__init__(config, run_dir)
+        self.elastic = config.is_elastic
+
+    @functools.cached_property
+    def _place(self) -> JobPlace:
+        if not self._config.distributed.enabled:
+            raise ValueError(
+                'exchange = "peers" is for several processes: start them with '
+                "`decentjax launch`, or each with --distributed.enabled"
+            )
+        return detect("unused", self._config.distributed)  # Peers have no coordinator.
+
+    @property
+    def process(self) -> int:
+        return self._place.process_id
+
+    @property
+    def count(self) -> int:
+        return self._place.num_processes
+
+    @property
+    def first(self) -> int:
+        return self.workers.start
+
+    @functools.cached_property
+    def workers(self) -> range:
+        each = workers_per_process(self._config.workers.num_workers, self.count)
+        return range(self.process * each, (self.process + 1) * each)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        slices = self._config.workers.devices_per_worker
+        return worker_mesh(len(self.workers), devices_per_worker=slices)
+
+    @functools.cached_property
+    def watch(self) -> Watch:
+        """What this process learns of its peers."""
+        others = set(range(self._config.workers.num_workers)) - {*self.workers}
+        if not self.elastic:
+            others = senders(self._config.algorithm.graph, self.workers)
+        return Watch(len(self.workers), others)
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        run_dir, path = self.run_dir, self.run_dir / "config.json"
+        if find_checkpoints(run_dir).steps:
+            raise ValueError(
+                f"{run_dir} holds a run without peers: choose another folder with "
+                f"--run-dir, and its model with --init-from {run_dir}"
+            )
+        check_links(run_dir)
+        if path.exists():
+            try:
+                count = read_fields(path)["distributed"]["num_processes"]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path} does not have num_processes") from error
+            if count != self.count:
+                raise ValueError(
+                    f"{run_dir} is a run of {count} processes, got {self.count}: "
+                    "start as many, or choose another folder with --run-dir"
+                )
+        return run_dir / f"process-{self.process}"
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[None]:
+        each = self._config.workers.devices_per_worker
+        provide_devices(self._place.local_id, len(self.workers) * each)
+        watch(self._config.distributed.deadline, self.process)
+        yield
+
+    def finish(self) -> bool:
+        close_watch()
+        return False  # The models of all are in several folders.
+
+    def phrase(self, in_thread: bool) -> str:
+        del in_thread
+        return "from peer to peer"
+
+
+def build_place(config: Config, run_dir: Path = Path()) -> Alone:
+    """Returns the place of a run in this process, before a device is used."""
+    if config.is_apart:
+        return Apart(config, run_dir)
+    return (Job if config.distributed.enabled else Alone)(config, run_dir)
