@@ -57,6 +57,7 @@ from train.run.loop import Outcome, train
 from train.run.place import build_place
 from train.run.resume import Resume, saved_config
 from train.run.run_info import add_results
+from train.run.setup import Run
 from train.run.sinks import Sink
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
@@ -245,59 +246,61 @@ def _run(config: Config, run_dir: Path, *how: Any) -> None:
     with place.start():
         outcome = train(config, run_dir, *how)
         if place.finish():
-            _show(outcome, config, run_dir)
+            _show(outcome)
         elif place.watch is not None:
-            finish_peer(outcome, config, run_dir)
+            _say_end_of_peer(outcome)
 
 
-def _show(outcome: Outcome, config: Config, run_dir: Path) -> None:
+def _show(outcome: Outcome) -> None:
     """Shows the results, which a signal may end."""
     try:
         with stoppable():
-            finish(outcome, config, run_dir)
+            finish(outcome)
     except Stopped:
         print(
             f"stopped before all results were shown; {outcome.step} steps are saved: "
-            f"decentjax evaluate {run_dir}"
+            f"decentjax evaluate {outcome.run.folder}"
         )
 
 
-def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
+def finish(outcome: Outcome) -> None:
     """Prints and saves the results, and writes the report."""
     try:
-        is_whole = _show_results(outcome, config, run_dir)
+        is_whole = _show_results(outcome)
     finally:  # Even if a signal has interrupted the results.
-        report = _draw(config, run_dir)
+        report = _draw(outcome.run)
     if is_whole and report is not None:
         print(f"\nreport  {report}")
 
 
-def _draw(config: Config, run_dir: Path) -> Path | None:
+def _draw(run: Run) -> Path | None:
     """Writes the report; a failure of the report does not fail a saved run."""
     from train.report import write_report  # Only process 0 needs matplotlib.
 
+    folder, trust = run.folder, sources(run.config)
     try:
-        return write_report([run_dir], run_dir / "report.html", trust=sources(config))
+        return write_report([folder], folder / "report.html", trust=trust)
     except (OSError, ValueError) as error:
         warn(
             "the run is saved, but its report could not be written: "
-            f"{sentence(error)}; write it with decentjax report {run_dir}"
+            f"{sentence(error)}; write it with decentjax report {folder}"
         )
     return None
 
 
-def _show_results(outcome: Outcome, config: Config, run_dir: Path) -> bool:
+def _show_results(outcome: Outcome) -> bool:
     """Prints the results and adds them to run.json; returns whether there are any."""
-    if outcome.step < config.num_steps:
-        print(_stopped(outcome.step, config, run_dir))
+    run, task, folder = outcome.run, outcome.run.task, outcome.run.folder
+    if outcome.step < run.config.num_steps:
+        print(_stopped(outcome))
         return False
-    task, headline = outcome.task, outcome.task.headline.name
-    rows = [row for row in read_metrics(run_dir) if "mean_model" in row]
+    headline = task.headline.name
+    rows = [row for row in read_metrics(folder) if "mean_model" in row]
     # A signal between the last step and its evaluation stops the run there.
     if not rows or rows[-1]["step"] < outcome.step:
         print(
             f"stopped before the evaluation; all {outcome.step} steps are saved: "
-            f"decentjax evaluate {run_dir}"
+            f"decentjax evaluate {folder}"
         )
         return False
     say = functools.partial(_say_score, task.units)
@@ -308,19 +311,19 @@ def _show_results(outcome: Outcome, config: Config, run_dir: Path) -> bool:
     baselines = task.baselines()
     for name, score in baselines.items():
         say(headline, name, score)
-    add_results(run_dir, baselines=baselines)
+    add_results(folder, baselines=baselines)
     if task.judge is not None:
         print("\ntest scores of the mean model", flush=True)  # It takes a while.
         test = task.judge(*outcome.mean)
         for name, score in test.items():
             say(name, words(name), score)
-        add_results(run_dir, test=test)
+        add_results(folder, test=test)
     if task.sample is not None:
         sample = task.sample(*outcome.mean)
         print(f"\nsample of the mean model\n{textwrap.indent(sample, '  ')}")
-        add_results(run_dir, sample=sample)
+        add_results(folder, sample=sample)
     if task.paths is not None:
-        add_results(run_dir, paths=task.paths(*outcome.mean))
+        add_results(folder, paths=task.paths(*outcome.mean))
     return True
 
 
@@ -329,22 +332,24 @@ def _say_score(units: Mapping[str, str], score: str, name: str, *values: float) 
     print(f"  {name:24}{' to '.join(shown)}", flush=True)
 
 
-def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
+def _say_end_of_peer(outcome: Outcome) -> None:
     """Prints how one process of peers has ended, and how to evaluate all of them."""
-    if outcome.step == config.num_steps:
-        print(
-            f"all {outcome.step} steps are done and saved; once all processes are: "
-            f"decentjax evaluate {run_dir} scores their mean model, and "
-            f"decentjax report {run_dir} draws the run"
-        )
-    else:
-        print(_stopped(outcome.step, config, run_dir))
+    run_dir = outcome.run.place.run_dir
+    if outcome.step < outcome.run.config.num_steps:
+        print(_stopped(outcome))
+        return
+    print(
+        f"all {outcome.step} steps are done and saved; once all processes are: "
+        f"decentjax evaluate {run_dir} scores their mean model, and "
+        f"decentjax report {run_dir} draws the run"
+    )
 
 
-def _stopped(step: int, config: Config, run_dir: Path) -> str:
+def _stopped(outcome: Outcome) -> str:
+    run = outcome.run
     return (
-        f"stopped after step {step} of {config.num_steps}; everything is saved, "
-        f"continue with: decentjax resume {run_dir}"
+        f"stopped after step {outcome.step} of {run.config.num_steps}; everything is "
+        f"saved, continue with: decentjax resume {run.place.run_dir}"
     )
 
 

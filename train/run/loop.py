@@ -22,7 +22,6 @@ from train.run.sinks import Sink, named_sinks
 from train.run.start_run import Parts, start
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import lock
-from train.tasks.task import Task
 
 
 class Outcome(NamedTuple):
@@ -32,13 +31,13 @@ class Outcome(NamedTuple):
       step: number of steps done; fewer than the config's where a signal stopped it.
       state: state of all workers.
       mean: params and model state of the mean model.
-      task: the trained task.
+      run: the run.
     """
 
     step: int
     state: WorkerState
     mean: tuple[Any, Any]
-    task: Task
+    run: Run
 
 
 def train(
@@ -84,7 +83,7 @@ def train(
     # A collective, which runs on after it was dispatched: a process that left the job
     # in the meantime would break it for those that are slower.
     mean = jax.block_until_ready(parts.observer.mean(state))
-    return Outcome(step, state, mean, run.task)
+    return Outcome(step, state, mean, run)
 
 
 def run_steps(run: Run, begin: Begin, parts: Parts) -> tuple[int, WorkerState]:
