@@ -10,6 +10,7 @@ import numpy as np
 
 from decentjax import Rounds, gossip, runtime
 from decentjax.topology import butterfly_groups
+from decentjax.units import rate, seconds
 from train.config import (
     BackgroundExchange,
     Config,
@@ -17,7 +18,7 @@ from train.config import (
     PeerExchange,
     QuorumExchange,
 )
-from train.network import MaybeRate, MaybeTime, Time, rate, seconds
+from train.network import MaybeRate, MaybeTime, Time
 from train.run.method import Method, build_method
 from train.run.peer_run import wagma_plan
 from train.study.peer_clock import Timed, simulate_peers
