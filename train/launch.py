@@ -115,7 +115,9 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def own_options() -> argparse.ArgumentParser:
     """The launcher's options, and no positional argument."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="decentjax launch", usage=USAGE, add_help=False, allow_abbrev=False
+    )
     add = parser.add_argument
     add(
         *("-n", "--processes"),

@@ -711,7 +711,7 @@ OTHER = """
 import dataclasses
 from pathlib import Path
 
-from train.__main__ import load_config
+from train.cli.load import load_config
 from train.cli.sections import kind_of
 from train.config import TopologyConfig
 

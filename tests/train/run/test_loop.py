@@ -21,10 +21,10 @@ from tests.checkout import ROOT
 from tests.jobs import LONG, TRAIN, ended, started
 from tests.run_folders import column
 from tests.trees import same
-from train.__main__ import load_config, main
+from train.__main__ import main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs
-from train.cli.load import load_file
+from train.cli.load import load_config, load_file
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,
