@@ -142,7 +142,7 @@ COMMANDS = [
     ("evaluate README.md", "README.md holds no run: it has no config.json"),
     (
         "evaluate nowhere --workers many",
-        "--workers takes, for example, 2 2, got 'many'",
+        "takes, for example, 2 2, got 'many'",
     ),
     ("generate nowhere a", "nowhere holds no run: it has no config.json"),
     (f"compare {TINY} {TINY}", r"a name of its own, got \['tiny', 'tiny'\]"),
