@@ -23,6 +23,7 @@ from symtable import symtable
 
 from decentjax.distributed.place import ASKED, JobPlace, variables_of
 from decentjax.process.threads import allowed_cores, given_threads
+from train.cli.clock import say
 from train.cli.command import command
 from train.cli.families import shipped_configs
 from train.job.certificates import certificates
@@ -247,10 +248,9 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
         env |= {} if given_threads()[1] else threads(count)
         code = supervise(start, options.max_restarts, grace=options.grace)
         if code == 0 and count > 1 and not asked.exists():
-            print(
+            say(
                 "warning: no process has called decentjax.distributed.initialize(): "
-                f"each of the {count} has run {command[0]} alone",
-                file=sys.stderr,
+                f"each of the {count} has run {command[0]} alone"
             )
         return code
 

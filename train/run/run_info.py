@@ -1,7 +1,6 @@
 """What a run is: shown when it starts, and kept in run.json for sinks and reports."""
 
 import dataclasses
-import datetime
 import math
 import os
 import platform
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax import AXIS, WorkerState
+from train.cli.clock import now
 from train.cli.tables import counted, write_json
 from train.config import Config, FixedPolicy
 from train.fields import fits, words
@@ -66,7 +66,7 @@ def describe(
     workers = config.workers
     return {
         "id": uuid.uuid4().hex[:12],
-        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "began": now(),
         "command": command_line(sys.argv),
         "parameters": sum(math.prod(x.shape[1:]) for x in leaves),
         "workers": workers.num_workers,

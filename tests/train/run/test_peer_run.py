@@ -36,6 +36,7 @@ from tests.jobs import (
 from tests.line import Growing, as_process
 from tests.machines import needs_root
 from tests.run_folders import alive, column, last_step, process_id, used
+from tests.timed import untimed
 from tests.trees import assert_close
 from train.config import (
     AutoExchange,
@@ -463,7 +464,7 @@ if len(starts.read_text().split()) < LIVES_AT:
     with job_of(dies.replace("LIVES_AT", "3"), lives, program=RESTARTED) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
-    lines = out.decode().splitlines()
+    lines = untimed(out.decode()).splitlines()
     assert lines.count("[1] done") == 1
     again = "warning: process 0 ended, killed by SIGKILL; started again"
     assert [line for line in lines if "start" in line] == [
@@ -483,7 +484,8 @@ def test_peers_go_on_where_one_fails():
     with job_of(*codes, program=RUN_PEERS) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode in (1, 128 + signal.SIGKILL)
-    hint, done, end = sorted(out.decode().splitlines(), key=lambda x: "error" in x)
+    lines = untimed(out.decode()).splitlines()
+    hint, done, end = sorted(lines, key=lambda x: "error" in x)
     # One that cannot be carried out has said why, and would be no better off again.
     command = shlex.join([sys.executable, "-c", codes[0]])
     assert hint == (
