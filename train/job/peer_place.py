@@ -3,14 +3,17 @@
 import fcntl
 import socket
 import struct
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
 from decentjax.distributed.devices import provide_devices
 from decentjax.distributed.watch import watch
-from train.config import Config
+from decentjax.process.address import split_address
+from train.config import ApartExchange, Config
 from train.job.distributed import detect, workers_per_process
+from train.job.secret import read_secret
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface.
 
@@ -55,10 +58,31 @@ def process_place(config: Config) -> tuple[int, int]:
 
 def start_peer(config: Config) -> None:
     """Gives this process the devices of its workers; before anything has used one."""
-    own = peer_place(config).workers
+    place = peer_place(config)
+    _check_addresses(config)
+    own = place.workers
     count = len(own) * config.workers.devices_per_worker
     provide_devices(detect("unused", config.distributed).local_id, count)
-    watch(config.distributed.deadline, peer_place(config).process)
+    watch(config.distributed.deadline, place.process)
+
+
+def _check_addresses(config: Config) -> None:
+    """Raises a ValueError for a wrong address or secret, before data is read."""
+    exchange = config.exchange
+    assert isinstance(exchange, ApartExchange)
+    host, _ = split_address(address_of(exchange.bind), port=0)
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        known = ", ".join(name for _, name in socket.if_nameindex())
+        raise ValueError(
+            f"exchange.bind must be an address of this machine or one of {known}, got "
+            f"{exchange.bind}: {error.strerror}"
+        ) from error
+    for address in exchange.addresses:
+        split_address(address)
+    if exchange.secret_file is not None:
+        read_secret(Path(exchange.secret_file))
 
 
 def address_of(bind: str) -> str:

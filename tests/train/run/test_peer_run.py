@@ -49,7 +49,7 @@ from train.config import (
     TopologyConfig,
 )
 from train.evaluate import evaluate
-from train.job.peer_place import address_of, peer_place, process_place
+from train.job.peer_place import address_of, peer_place, process_place, start_peer
 from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
@@ -609,6 +609,20 @@ def test_peers_are_several_processes(tmp_path):
     straggler = StragglerConfig(kind="fixed", who=(2,))
     with pytest.raises(ValueError, match="has process 2, and there are 2"):
         train(as_process(0, 2, straggler=straggler), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [
+        ({"bind": "eth9"}, "exchange.bind must be .* one of .*lo.*, got eth9: "),
+        ({"addresses": ("a", "b")}, "an address is HOST:PORT, .* got 'a'"),
+        ({"secret_file": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_a_wrong_address_is_refused_before_data_is_read(exchange, words):
+    config = as_process(0, 2)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        start_peer(changed(config, exchange=exchange))
 
 
 def test_a_run_of_another_kind_keeps_its_folder(tmp_path):
