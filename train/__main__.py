@@ -32,7 +32,6 @@ import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
 from decentjax.distributed.watch import close_watch, watch
-from train.cli.begin import read_begin
 from train.cli.changes import as_changes, with_changes
 from train.cli.command import (
     FAILED,
@@ -46,6 +45,7 @@ from train.cli.command import (
 from train.cli.config_json import sources
 from train.cli.families import config_families
 from train.cli.load import check_folder, own_sinks
+from train.cli.new_run import read_new_run
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
 from train.cli.sections import ExchangeName, OwnMethod, OwnTopology
@@ -133,13 +133,12 @@ def _listed() -> str:
 
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
-    begin = read_begin(path, options)
-    config, folder, sinks = begin.config, begin.run_dir, own_sinks(path)
-    if begin.auto_resume and find_checkpoints(folder).steps:
+    new = read_new_run(path, options)
+    config, folder, sinks = new.config, new.run_dir, own_sinks(path)
+    if new.auto_resume and find_checkpoints(folder).steps:
         run_here(config, folder, Resume(), sinks=sinks)
     else:
-        given = begin.init_from, begin.trust
-        run_here(config, folder, None, *given, sinks=sinks)
+        run_here(config, folder, None, new.init_from, new.trust, sinks)
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:

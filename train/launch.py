@@ -23,9 +23,9 @@ from symtable import symtable
 
 from decentjax.distributed.place import ASKED, JobPlace, variables_of
 from decentjax.process.threads import allowed_cores, given_threads
-from train.cli.clock import say
 from train.cli.command import command
 from train.cli.families import shipped_configs
+from train.cli.times import say
 from train.job.certificates import certificates
 from train.job.processes import Process, supervise
 

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import tyro
 
-from train.cli.begin import read_begin
 from train.cli.command import command
 from train.cli.families import FOLDER
+from train.cli.new_run import read_new_run
 from train.cli.read import from_options
 from train.config import Config
 
@@ -154,7 +154,7 @@ def _config(job: JobFile, options: Sequence[str]) -> Config:
     ]
     options = [*size, *options] if job.jobset else [*options, *size]
     with contextlib.redirect_stdout(sys.stderr):  # The output is the job file.
-        return read_begin(job.config, options).config
+        return read_new_run(job.config, options).config
 
 
 def _label(name: str, most: int) -> str:

@@ -16,11 +16,11 @@ from typing import Literal, get_args
 from train.chaos import members
 from train.chaos.faults import FAULTS, Bench, reference, save_every
 from train.chaos.jobs import BrokenError, MissedError
-from train.cli.clock import left
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.read import from_options
 from train.cli.tables import markdown, to_json
+from train.cli.times import left
 from train.figures.members_figure import draw_members
 from train.figures.style import save_svg
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster

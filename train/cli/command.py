@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from train.cli.clock import now
+from train.cli.times import now
 
 # For the signals SIGINT and SIGPIPE, 128 plus their number, as in shells.
 INTERRUPTED, CLOSED = 130, 141

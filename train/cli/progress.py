@@ -16,8 +16,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from train.cli.clock import left
 from train.cli.plain_console import PlainConsole
+from train.cli.times import left
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.cli.clock import say
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
+from train.cli.times import say
 from train.job.restarts import (
     ERROR,
     FOLDER,

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax import AXIS, WorkerState
-from train.cli.clock import now
 from train.cli.tables import counted, write_json
+from train.cli.times import now
 from train.config import Config, FixedPolicy
 from train.fields import fits, words
 from train.job.peer_place import process_place

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from train.cli.clock import left, now, say
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import TimeLeft
 from train.cli.tables import measured, plain, quantity, words
+from train.cli.times import left, now, say
 from train.fields import LARGEST_FLOAT, fits
 from train.plain_files import open_to_append, read_lines, write_whole
 from train.store.folder import writing

@@ -20,7 +20,7 @@ def left(seconds: float) -> str:
     """A time that is left, in at most two units.
 
     Examples:
-      >>> from train.cli.clock import left
+      >>> from train.cli.times import left
       >>> left(9.4), left(125 * 60), left(2598633)
       ('9 s left', '2 h 5 min left', '30 d left')
     """

@@ -18,7 +18,7 @@ from train.cli.sections import (
 from train.config import Config
 
 
-class Begin(NamedTuple):
+class NewRun(NamedTuple):
     """A run to begin, with the options that are none of its config."""
 
     config: Config
@@ -28,7 +28,7 @@ class Begin(NamedTuple):
     trust: Trust
 
 
-def read_begin(path: Path, options: Sequence[str]) -> Begin:
+def read_new_run(path: Path, options: Sequence[str]) -> NewRun:
     """Returns what a config and its options ask for.
 
     Raises:
@@ -43,7 +43,7 @@ def read_begin(path: Path, options: Sequence[str]) -> Begin:
         run = next(iter(after), f"runs/{default.name}")
         raise ValueError(f"a run brings its own config: decentjax resume {run}")
 
-    def begin(
+    def new_run(
         config: ConfigArgument = default,
         run_dir: Path | None = None,
         init_from: Path | None = None,
@@ -53,7 +53,7 @@ def read_begin(path: Path, options: Sequence[str]) -> Begin:
         policy: PolicyName = default.policy.name,
         own_method: OwnMethod = None,
         own_graph: OwnTopology = None,
-    ) -> Begin:
+    ) -> NewRun:
         """Trains the config.
 
         Example: `decentjax train quickstart --topology.name ring --run-dir runs/ring`.
@@ -67,7 +67,7 @@ def read_begin(path: Path, options: Sequence[str]) -> Begin:
         """
         del exchange, policy, own_method, own_graph  # Read above.
         folder = run_dir or Path("runs") / config.name
-        return Begin(config, folder, init_from, auto_resume, trust)
+        return NewRun(config, folder, init_from, auto_resume, trust)
 
     prog = f"decentjax train {path}"
-    return from_options(begin, prog=prog, args=options, config=AS_OPTIONS)
+    return from_options(new_run, prog=prog, args=options, config=AS_OPTIONS)
