@@ -182,7 +182,7 @@ def test_an_impossible_config_is_refused(field, value, message):
             lambda: OptimizerConfig(decay="steps", decay_steps=(90, 60)),
             r"decay_steps must ascend and .*, got \(90, 60\)",
         ),
-        (lambda: OptimizerConfig(decay_steps=(60, 90)), 'decay_steps need optimizer.decay = "st'),
+        (lambda: OptimizerConfig(decay_steps=(60, 90)), 'need optimizer.decay = "st'),
         (
             lambda: OptimizerConfig(decay="steps", decay_factor=0.0),
             r"decay_factor must be in \(0, 1\], got 0.0",
