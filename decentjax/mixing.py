@@ -32,6 +32,7 @@ from decentjax._core.collectives import (
     varying,
     varying_as,
 )
+from decentjax._core.dtypes import float_dtype
 from decentjax._core.joining import JOIN_BYTES, in_joined
 from decentjax._core.norms import norm_of, sums_of_squares
 from decentjax._core.slices import in_shards, is_on_devices, on_own_slice
@@ -311,10 +312,9 @@ def message_dtype_of(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
     """
     if wanted is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype
-    dtype = jnp.dtype(wanted)
-    is_float = jnp.issubdtype(dtype, jnp.floating)
+    dtype = float_dtype("message_dtype", wanted)
     # float8_e8m0fnu has the exponent of float32 in all of its 8 bits, but no sign.
-    is_wide = is_float and dtype.itemsize > 1 and jnp.finfo(dtype).nexp >= 8
+    is_wide = dtype.itemsize > 1 and jnp.finfo(dtype).nexp >= 8
     if is_wide or dtype == x.dtype:
         return dtype
     raise ValueError(

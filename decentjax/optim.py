@@ -11,6 +11,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from decentjax._core.collectives import AxisName, same_on_all, sum_dtype
+from decentjax._core.dtypes import float_dtype
 from decentjax._core.optax_context import check_is_last, in_conditional, states_before
 from decentjax._core.optimizer_state import (
     check_no_common_keys,
@@ -423,7 +424,7 @@ def _check_dtype(message_dtype: DTypeLike | None) -> None:
             'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
         )
     if message_dtype is not None:
-        jnp.dtype(message_dtype)  # Raises for what is no dtype.
+        float_dtype("message_dtype", message_dtype)  # For its error.
 
 
 def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.dataflow import copies, summands
+from decentjax._core.dtypes import float_dtype
 from decentjax._core.optimizer_state import (
     check_averageable,
     leaves_of_others,
@@ -443,7 +444,11 @@ def cast_compute(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
 
     Args:
       loss_fn: any loss.
-      dtype: dtype of the forward and the backward pass, usually `jnp.bfloat16`.
+      dtype: dtype of the forward and the backward pass, usually `jnp.bfloat16`, or
+        its name.
+
+    Raises:
+      ValueError: if it is no dtype of floats.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -456,8 +461,10 @@ def cast_compute(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
       dtype(bfloat16)
     """
 
+    wanted = float_dtype("dtype", dtype)
+
     def cast(x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x.astype(wanted) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     @functools.wraps(loss_fn)
     def cast_loss_fn(params, model_state, batch, key):

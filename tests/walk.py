@@ -91,7 +91,7 @@ def _parameters(function: Function) -> list[str]:
 def _imports(
     tree: ast.Module, trees: dict[str, ast.Module]
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """What a file imports from others: its name there, the file and its name in that."""
+    """What a file imports: its name there, the file, and its name in that file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             path = node.module.replace(".", "/")

@@ -40,17 +40,11 @@ from train.cli.command import (
 )
 from train.cli.config_json import sources
 from train.cli.families import config_families
-from train.cli.load import check_folder, load_config, own_sinks
+from train.cli.load import check_folder, own_sinks
+from train.cli.new_run import read_new_run
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
-from train.cli.sections import (
-    ExchangeName,
-    OwnMethod,
-    OwnTopology,
-    PolicyName,
-    take_sections,
-    with_a_shorter_warmup,
-)
+from train.cli.sections import ExchangeName, OwnMethod, OwnTopology
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.run.loop import Outcome, train
@@ -135,45 +129,12 @@ def _listed() -> str:
 
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
-    default, sinks = load_config(path), own_sinks(path)
-    default, options = take_sections(default, options)
-    default = with_a_shorter_warmup(default, options)
-    # tyro would only call it an unknown option.
-    if "--resume" in options:
-        raise ValueError(
-            f"a run brings its own config: decentjax resume runs/{default.name}"
-        )
-
-    def run(
-        config: ConfigArgument = default,
-        run_dir: Path | None = None,
-        init_from: Path | None = None,
-        auto_resume: bool = False,
-        trust: Trust = (),
-        exchange: ExchangeName = default.exchange.name,
-        policy: PolicyName = default.policy.name,
-        own_method: OwnMethod = None,
-        own_graph: OwnTopology = None,
-    ) -> None:
-        """Trains the config.
-
-        Example: `decentjax train quickstart --topology.name ring --run-dir runs/ring`.
-
-        Args:
-          run_dir: folder of the run; by default runs/NAME.
-          init_from: folder of another run, whose mean model all workers start from, or
-            of a GPT-2 in Hugging Face's layout.
-          auto_resume: whether to resume the run if the folder has a checkpoint; for
-            schedulers that restart jobs, such as Slurm.
-        """
-        del exchange, policy, own_method, own_graph  # Read above.
-        folder = run_dir or Path("runs") / config.name
-        if auto_resume and find_checkpoints(folder).steps:
-            run_here(config, folder, Resume(), sinks=sinks)
-        else:
-            run_here(config, folder, init_from=init_from, trust=trust, sinks=sinks)
-
-    from_options(run, prog=f"decentjax train {path}", args=options, config=AS_OPTIONS)
+    new = read_new_run(path, options)
+    config, folder, sinks = new.config, new.run_dir, own_sinks(path)
+    if new.auto_resume and find_checkpoints(folder).steps:
+        run_here(config, folder, Resume(), sinks=sinks)
+    else:
+        run_here(config, folder, None, new.init_from, new.trust, sinks)
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:

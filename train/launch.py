@@ -25,6 +25,7 @@ from decentjax.distributed.place import ASKED, JobPlace, variables_of
 from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
+from train.cli.times import say
 from train.job.certificates import certificates
 from train.job.processes import Process, supervise
 
@@ -115,7 +116,9 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def own_options() -> argparse.ArgumentParser:
     """The launcher's options, and no positional argument."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="decentjax launch", usage=USAGE, add_help=False, allow_abbrev=False
+    )
     add = parser.add_argument
     add(
         *("-n", "--processes"),
@@ -245,10 +248,9 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
         env |= {} if given_threads()[1] else threads(count)
         code = supervise(start, options.max_restarts, grace=options.grace)
         if code == 0 and count > 1 and not asked.exists():
-            print(
+            say(
                 "warning: no process has called decentjax.distributed.initialize(): "
-                f"each of the {count} has run {command[0]} alone",
-                file=sys.stderr,
+                f"each of the {count} has run {command[0]} alone"
             )
         return code
 

@@ -1,12 +1,10 @@
-"""A cluster as the commands describe it, and numbers with units: 25gbit, 65ms, 65M.
+"""A cluster as the commands describe it.
 
-Imports no jax: the emulator, which forks, uses the parser of rates too.
+Imports no jax: the emulator forks.
 """
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -15,9 +13,6 @@ if TYPE_CHECKING:
     from decentjax import overlap, runtime
 
 GBIT = 1e9 / 8  # Bytes per second of 1 Gbit/s.
-# As tc writes them: bit is 1/8 byte per second, and each prefix a factor of 1000.
-RATES = {f"{prefix}bit": 1e3**n / 8 for n, prefix in enumerate(("", *"kmgt"))}
-TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 # Options, whose help shows an example in the place of STR.
 Rate = Annotated[str, tyro.conf.arg(metavar="25gbit")]
 MaybeRate = Annotated[str | None, tyro.conf.arg(metavar="25gbit")]
@@ -25,7 +20,6 @@ Rates = Annotated[tuple[str, ...], tyro.conf.arg(metavar="200mbit [200mbit ...]"
 Time = Annotated[str, tyro.conf.arg(metavar="65ms")]
 MaybeTime = Annotated[str | None, tyro.conf.arg(metavar="65ms")]
 ParamCount = Annotated[str, tyro.conf.arg(metavar="65M")]
-COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +52,7 @@ class ClusterSpec:
         Raises:
           ValueError: if a number is out of its range.
         """
-        # Not at the top: the emulator, which forks, needs the parser alone.
+        # Not at the top: the emulator, which forks, needs the options alone.
         from decentjax.runtime import Cluster
 
         return Cluster(
@@ -84,42 +78,8 @@ class ClusterSpec:
         )
 
 
-def rate(name: str, text: str) -> float:
-    """Returns bytes per second, of a rate such as 25gbit."""
-    bytes_per_second = _parse(name, text, RATES, "25gbit (3.1 GB/s)")
-    if bytes_per_second == 0:
-        raise ValueError(f"{name} must be positive, got {text!r}")
-    return bytes_per_second
-
-
-def seconds(name: str, text: str) -> float:
-    """Returns seconds, of a time such as 65ms."""
-    return _parse(name, text, TIMES, "65ms")
-
-
-def count(name: str, text: str) -> float:
-    """Returns a number such as 65M."""
-    return _parse(name, text, COUNTS, "65M")
-
-
 def duration(seconds: float) -> str:
     """Returns a time as text, in seconds or milliseconds."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms"
-
-
-def _parse(name: str, text: str, units: Mapping[str, float], example: str) -> float:
-    """Returns the number in the base unit.
-
-    Raises:
-      ValueError: with the option's name, if the text is no number with a unit.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in units:
-        known = ", ".join(filter(None, units))
-        raise ValueError(
-            f"{name} must be a number with one of the units {known}, such as "
-            f"{example}, got {text!r}"
-        )
-    return float(match[1]) * units[match[2]]

@@ -3,6 +3,7 @@
 It is configs/cluster.sbatch, or with --jobset configs/jobset.yaml, filled in.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -16,8 +17,9 @@ import tyro
 
 from train.cli.command import command
 from train.cli.families import FOLDER
-from train.cli.load import load_config
+from train.cli.new_run import read_new_run
 from train.cli.read import from_options
+from train.config import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ def sbatch(job: JobFile, options: Sequence[str], python: str) -> str:
       python: the interpreter, on a file system that all nodes see.
     """
     minutes = round(60 * job.hours)
-    name = load_config(job.config).name
+    name = _config(job, options).name
     values = {
         "job-name": name,
         "nodes": job.nodes,
@@ -107,7 +109,7 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
       job: what it asks for.
       options: options of the run.
     """
-    name, count = load_config(job.config).name, job.nodes * job.per_node
+    name, count = _config(job, options).name, job.nodes * job.per_node
     # Pods are LABEL-workers-0-INDEX-abcde.
     label = _label(name, 63 - len(f"-workers-0-{count - 1}-abcde"))
     text = (FOLDER / "jobset.yaml").read_text(encoding="utf-8")
@@ -141,6 +143,18 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
         f"# The run {name} on Kubernetes, with the JobSet controller: kubectl apply -f"
     )
     return f"{head} FILE\n# The image is{rest}"
+
+
+def _config(job: JobFile, options: Sequence[str]) -> Config:
+    """The config of the run at its size, read as by `train`, for the errors too."""
+    size = [
+        *("--auto-resume", "--distributed.enabled"),
+        f"--workers.num-workers={job.nodes * job.per_node}",
+        f"--workers.workers-per-node={1 if job.jobset else job.per_node}",
+    ]
+    options = [*size, *options] if job.jobset else [*options, *size]
+    with contextlib.redirect_stdout(sys.stderr):  # The output is the job file.
+        return read_new_run(job.config, options).config
 
 
 def _label(name: str, most: int) -> str:

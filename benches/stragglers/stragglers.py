@@ -25,10 +25,11 @@ from benches.stragglers.stragglers_report import (
 )
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job, Times
+from decentjax.units import rate
 from train.figures.style import save_svg, to_svg
 from train.figures.timeline_figure import draw_timelines
 from train.job.namespaces import EmulatedCluster, Nodes
-from train.network import Rate, rate
+from train.network import Rate
 from train.store.timeline import middle_steps
 
 ClusterResults = list[tuple[EmulatedCluster, list[Delayed]]]

@@ -143,7 +143,9 @@ class SharedEngine(Closing):
     def submit(self, function: Callable, *args: Any) -> Future:
         """Like `Engine.submit`, after the calls of all other users."""
         if self._closed:
-            raise RuntimeError("the engine is closed; make a new one")
+            raise RuntimeError(
+                "the step's thread is closed: call the step inside its `with`"
+            )
         return self._engine.submit(function, *args)
 
     def settle(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from decentjax._core.dtypes import float_dtype
 from decentjax.codec import mix_encoded
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
@@ -82,6 +83,8 @@ class Carrier(Port):
                 "a message_dtype would round the weights of means weighted by tokens: "
                 f"leave it at None, got {message_dtype}"
             )
+        if message_dtype is not None:
+            float_dtype("message_dtype", message_dtype)  # For its error.
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
         self._schedule, self._mesh = schedule, mesh

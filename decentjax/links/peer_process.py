@@ -31,6 +31,7 @@ class PeerProcess:
         from the secret; the same in all processes. It needs the extra "tls".
 
     Raises:
+      TypeError: if the book is none, such as a path.
       ValueError: if the mesh has a different number of workers, or devices of another
         process, or the secret is too short.
 
@@ -48,6 +49,11 @@ class PeerProcess:
     encrypted: bool = False
 
     def __post_init__(self):
+        if not hasattr(self.book, "read"):
+            raise TypeError(
+                "wanted an address book, such as gossip.Folder(path), got "
+                f"{self.book!r}"
+            )
         if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:
             raise ValueError(
                 f"secret must have at least {MIN_SECRET_BYTES} bytes, got "

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from decentjax.overlap.flops import NOTHING, Work
 from decentjax.overlap.step_schedule import Collective, Op, StepSchedule, links
+from decentjax.units import Quantity, read_speeds
 
 # A device sends these over one link; the others use a ring for each link of a node.
 ONE_TO_ONE = ("all-to-all", "collective-permute", "ragged-all-to-all")
@@ -55,6 +56,8 @@ class Accelerator:
 class Network:
     """Speeds of messages; rates are in bytes per second in each direction.
 
+    Rates and latencies are numbers or texts such as "25gbit" and "20us".
+
     Args:
       devices_per_node: number of devices, consecutive in the mesh, that share a node.
       inside_bytes_per_second: rate of a device to others of its node.
@@ -66,11 +69,14 @@ class Network:
     """
 
     devices_per_node: int
-    inside_bytes_per_second: float
-    between_bytes_per_second: float
+    inside_bytes_per_second: Quantity
+    between_bytes_per_second: Quantity
     links_per_node: int = 1
-    inside_latency: float = 5e-6
-    between_latency: float = 20e-6
+    inside_latency: Quantity = 5e-6
+    between_latency: Quantity = 20e-6
+
+    def __post_init__(self):
+        read_speeds(self)
 
     def seconds(self, collective: Collective) -> float:
         """Returns the duration of one call: the busiest link, and the latencies."""

@@ -12,6 +12,7 @@ import numpy as np
 from decentjax.analysis import Transfer, ring_all_reduce, stages
 from decentjax.exchange import Topology, check_topology
 from decentjax.runtime.sharing import share, slots
+from decentjax.units import Quantity, read_speeds
 
 LATENCIES = "between_latency", "inside_latency"
 
@@ -25,21 +26,23 @@ class Cluster:
     Args:
       num_nodes: number of nodes.
       workers_per_node: number of workers per node, L.
-      between_bytes_per_second: rate of a node's card, in each direction.
+      between_bytes_per_second: rate of a node's card, in each direction; a number, or a
+        text such as "25gbit", as the other rate and, such as "20us", the latencies.
       inside_bytes_per_second: rate of a worker to the others of its node, in each
         direction.
       between_latency: seconds of latency per message between nodes.
       inside_latency: seconds of latency per message inside a node.
 
     Raises:
-      ValueError: if a number is not positive, or a latency is negative or infinite.
+      ValueError: if a number is not positive, a latency is negative or infinite, or a
+        text is no number with a unit.
 
     Examples:
       >>> from decentjax import runtime
       >>> cluster = runtime.Cluster(
       ...     num_nodes=4,
       ...     workers_per_node=8,
-      ...     between_bytes_per_second=25e9 / 8,
+      ...     between_bytes_per_second="25gbit",
       ...     inside_bytes_per_second=50e9,
       ... )
       >>> cluster.num_workers
@@ -48,12 +51,13 @@ class Cluster:
 
     num_nodes: int
     workers_per_node: int = 1
-    between_bytes_per_second: float
-    inside_bytes_per_second: float = math.inf
-    between_latency: float = 0.0
-    inside_latency: float = 0.0
+    between_bytes_per_second: Quantity
+    inside_bytes_per_second: Quantity = math.inf
+    between_latency: Quantity = 0.0
+    inside_latency: Quantity = 0.0
 
     def __post_init__(self):
+        read_speeds(self)
         numbers = dataclasses.asdict(self)
         latencies = {name: numbers.pop(name) for name in LATENCIES}
         check_positive(**numbers)

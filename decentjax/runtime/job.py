@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from decentjax import units
+
 Compute = Callable[[int, int, np.random.Generator], np.ndarray]
 """Maps (step, N, random) to the compute time of each worker in seconds, [N]."""
 
@@ -16,7 +18,8 @@ class Job:
 
     Args:
       model_bytes: number of averaged bytes.
-      compute: function that draws the durations of forward and backward pass.
+      compute: function that draws the durations of forward and backward pass, or a
+        constant one in seconds, 0.065 or "65ms".
       forward_share: share of that duration before the backward pass begins, in [0, 1];
         1 if the whole gradient is available at once.
 
@@ -25,13 +28,13 @@ class Job:
 
     Examples:
       >>> from decentjax import runtime
-      >>> job = runtime.Job(model_bytes=4 * 25e6, compute=runtime.constant(0.1))
+      >>> job = runtime.Job(model_bytes=4 * 25e6, compute=0.1)
       >>> print(job.draw(step=0, num_workers=3, seed=0))
       [0.1 0.1 0.1]
     """
 
     model_bytes: float
-    compute: Compute
+    compute: Compute | units.Quantity
     forward_share: float = 1 / 3
 
     def __post_init__(self):
@@ -39,6 +42,8 @@ class Job:
             raise ValueError(
                 f"model_bytes must be positive and finite, got {self.model_bytes}"
             )
+        if not callable(self.compute):
+            object.__setattr__(self, "compute", constant(self.compute))
         if not 0 <= self.forward_share <= 1:
             raise ValueError(
                 f"forward_share must be in [0, 1], got {self.forward_share}"
@@ -58,8 +63,8 @@ class Job:
         return times
 
 
-def constant(seconds: float) -> Compute:
-    """Returns the same time for every worker and step.
+def constant(seconds: units.Quantity) -> Compute:
+    """Returns the same time for every worker and step, 0.065 or "65ms".
 
     Examples:
       >>> import numpy as np
@@ -67,6 +72,7 @@ def constant(seconds: float) -> Compute:
       >>> print(runtime.constant(0.1)(0, 3, np.random.default_rng(0)))
       [0.1 0.1 0.1]
     """
+    seconds = units.seconds("compute", seconds)
     _check_mean(seconds)
     return lambda step, num_workers, random: np.full(num_workers, seconds)
 

@@ -509,7 +509,7 @@ def test_compute_in_runs_both_passes_in_the_dtype_and_keeps_params_and_gradients
         return updates
 
     optimizer = optax.chain(optax.stateless(spy), optax.sgd(0.1))
-    loss_fn = cast_compute(_token_model, jnp.bfloat16)
+    loss_fn = cast_compute(_token_model, "bf16")
     local = _local(optimizer, loss_fn, num_micro_batches)
     state = _token_state(optimizer)
     batch = jnp.ones((2, 4, 5), int)

@@ -23,6 +23,7 @@ from tests.jobs import TRAIN, ended, of_run, started, wait_until
 from tests.line import as_process
 from tests.machines import needs_root
 from tests.run_folders import last_step, process_id
+from tests.timed import untimed
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
@@ -135,7 +136,7 @@ def test_who_listens_elsewhere_is_warned_in_one_line(options, env, words, tmp_pa
         job.terminate()
         output = ended(job)
     (warning,) = (line for line in output.splitlines() if "warning" in line)
-    assert re.match(f"warning: {words}.*see SECURITY.md", warning)
+    assert re.match(f"warning: {words}.*see SECURITY.md", untimed(warning))
 
 
 TRAP = """

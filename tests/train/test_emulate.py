@@ -320,7 +320,7 @@ def parent(pid: int) -> int:
 ORDER = """
 from pathlib import Path
 
-from train.__main__ import load_config
+from train.cli.load import load_config
 from train.config import DistributedConfig
 from train.job.distributed import job_mesh, meet, start
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.jobs import RUN_JOB, SAVE, job_of, lives, read_lines, read_pids, wait_until
+from tests.timed import TIME, untimed
 from train.job.restarts import TRIES
 from train.job.signals import REPEAT_SECONDS
 from train.launch import (
@@ -42,7 +43,7 @@ def run(*codes: str) -> tuple[int, list[str]]:
     """Returns the exit code and the lines of a job."""
     with job_of(*codes) as job:
         out, _ = job.communicate(timeout=100)
-    return job.returncode, out.decode().split("\n")[:-1]
+    return job.returncode, untimed(out.decode()).split("\n")[:-1]
 
 
 def test_each_line_is_whole_and_says_whose_it_is():
@@ -129,7 +130,8 @@ def test_a_killed_process_gives_128_and_the_signal():
         os.kill(pids[0], signal.SIGKILL)
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 128 + signal.SIGKILL
-    assert re.search(rb"error: process \d ended first, killed by SIGKILL; the oth", out)
+    end = r"error: process \d ended first, killed by SIGKILL; the oth"
+    assert re.search(f"(?m){TIME.pattern}{end}", out.decode())
     assert not any(map(lives, pids))
 
 
@@ -284,7 +286,7 @@ def test_a_peer_is_started_again_after_a_pause(tmp_path, monkeypatch):
     with job_of("print('whole')", FAILS, program=peers(1.0)) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
-    lines = out.decode().splitlines()
+    lines = untimed(out.decode()).splitlines()
     said = [line for line in lines if line.startswith("warning")]
     ended = "warning: process 1 ended, with exit code 70; started again"
     assert said == [ended, *[f"{ended} in 1 s"] * 3]
@@ -331,7 +333,7 @@ def in_a_loop(tmp_path, monkeypatch, more: str) -> tuple[int, str, int]:
     )
     with job_of(waits, LOOPS.replace("# more", more), program=peers(0.01)) as job:
         out, _ = job.communicate(timeout=100)
-    return job.returncode, out.decode(), len(starts.read_text())
+    return job.returncode, untimed(out.decode()), len(starts.read_text())
 
 
 def test_a_peer_that_fails_each_time_is_given_up(tmp_path, monkeypatch):
@@ -439,7 +441,7 @@ sys.exit(supervise(job_of, 2))
 def supervised(*codes: str) -> tuple[int, list[str]]:
     with job_of(*codes, program=SUPERVISE) as job:
         out, _ = job.communicate(timeout=100)
-    return job.returncode, out.decode().splitlines()
+    return job.returncode, untimed(out.decode()).splitlines()
 
 
 def test_a_job_that_lost_a_process_is_started_again_as_a_whole():
@@ -606,7 +608,7 @@ def launched(*arguments: object) -> tuple[int, list[str]]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return done.returncode, sorted(done.stdout.splitlines())
+    return done.returncode, sorted(untimed(done.stdout).splitlines())
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -666,7 +668,8 @@ def test_a_signal_reaches_all_processes_of_a_script(tmp_path):
         job.send_signal(signal.SIGINT)
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
-    assert sorted(out.splitlines())[:2] == [b"[0] saved", b"[1] saved"]
+    lines = untimed(out.decode()).splitlines()
+    assert sorted(lines)[:2] == ["[0] saved", "[1] saved"]
 
 
 def test_whether_they_are_peers_is_asked_before_one_fails(monkeypatch):

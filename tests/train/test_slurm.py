@@ -47,7 +47,9 @@ def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
         text + "config = load_config(Path('quickstart'))\n"
     )
     monkeypatch.chdir(tmp_path)
-    made = sbatch(job(config=Path("own config.py")), ["--name", "a b"], "my python")
+    made = sbatch(
+        job(config=Path("own config.py")), ["--init-from", "a b"], "my python"
+    )
     (tmp_path / "job.sbatch").write_text(made)
     (tmp_path / "srun").write_text(
         "#!/bin/bash\npython3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "
@@ -67,12 +69,12 @@ def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
     at = arguments.index("my python")
     assert arguments[at + 1 : at + 9] == [
         *("-m", "decentjax", "train", str(tmp_path / "own config.py")),
-        *("--name", "a b", "--seed", "3"),
+        *("--init-from", "a b", "--seed", "3"),
     ]
 
 
 def test_a_manifest_has_a_pod_for_each_process():
-    options = ["--data.skew", "it's"]
+    options = ["--trust", "it's"]
     text = manifest(job(config=Path("quickstart_diloco"), nodes=2, gpus=4), options)
     made = yaml.safe_load(text)
     assert made["metadata"]["name"] == "quickstart-diloco"
@@ -142,9 +144,10 @@ def test_labels_of_different_names_differ():
 
 
 def test_the_command_prints_it(capsys):
-    main(["quickstart", "--nodes", "3", "--", "--num-steps", "5"])
+    main(["quickstart", "--nodes", "2", "--", "--num-steps", "5"])
     script = capsys.readouterr().out
-    assert "#SBATCH --nodes=3" in script
+    assert "#SBATCH --nodes=2" in script
+    assert script.startswith("#!")  # The note on a short warm-up is no part of it.
     assert 'train quickstart --num-steps 5 "$@"' in script
     main(["quickstart", "--jobset"])
     assert yaml.safe_load(capsys.readouterr().out)["kind"] == "JobSet"
@@ -161,9 +164,14 @@ def test_the_command_prints_it(capsys):
         (["quickstart", "--hours", "nan"], "hours = nan"),
         (["quickstart", "--gpu", "2"], "no option --gpu: did you mean --gpus"),
         ([], "missing CONFIG"),
+        (["quickstart", "--", "--lrr", "3"], "no option --lrr: "),
+        (["quickstart", "--jobset", "--", "--lr", "a"], "learning-rate must be a num"),
+        (["quickstart", "--nodes", "3"], "to be a power of two, got 3"),
     ],
 )
 def test_a_job_that_cannot_be_gets_a_sentence(arguments, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
-    assert re.search(words, f"{capsys.readouterr().err}{ended.value.code}")
+    shown = capsys.readouterr()
+    assert re.search(words, f"{shown.err}{ended.value.code}")
+    assert not shown.out

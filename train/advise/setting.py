@@ -10,17 +10,9 @@ import numpy as np
 from decentjax import Topology, runtime
 from decentjax.plan import Plan
 from decentjax.runtime import Cluster, Compute, Job, Times
+from decentjax.units import count, rate, seconds
 from train.config import TopologyConfig
-from train.network import (
-    ClusterSpec,
-    MaybeRate,
-    ParamCount,
-    Rate,
-    Time,
-    count,
-    rate,
-    seconds,
-)
+from train.network import ClusterSpec, MaybeRate, ParamCount, Rate, Time
 
 Overlap = Literal["in_step", "background", "none"]
 

@@ -20,6 +20,7 @@ from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.read import from_options
 from train.cli.tables import markdown, to_json
+from train.cli.times import left
 from train.figures.members_figure import draw_members
 from train.figures.style import save_svg
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
@@ -168,12 +169,12 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
         of_elastic = ELASTIC_SHARE * of_jobs
     rows = {x: _row(x) for x in chaos.faults}
     for number, name in enumerate(_in_turn(chaos.faults, draw)):
-        left = of_jobs - of_elastic - (time.monotonic() - began)
-        if left <= 0:
+        rest = of_jobs - of_elastic - (time.monotonic() - began)
+        if rest <= 0:
             break
         _inject(bench, rows[name], f"{number}-{name}", draw)
         _write(chaos, list(rows.values()))
-        print(f"{name}: {_verdict(rows[name])}, {left:.0f} s left", flush=True)
+        print(f"{name}: {_verdict(rows[name])}, {left(rest)}", flush=True)
     rows = list(rows.values())
     if hits:
         rows += _elastic(bench, hits, of_elastic, draw)

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from train.cli.times import now
+
 # For the signals SIGINT and SIGPIPE, 128 plus their number, as in shells.
 INTERRUPTED, CLOSED = 130, 141
 REQUEST = 1  # The request cannot be carried out: a restart would fail again.
@@ -98,7 +100,7 @@ def command() -> Iterator[None]:
     os.umask(os.umask(0o077) | 0o022)
     _print_any_text()
     # Without the line of code from which it comes.
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda text, *_, **__: f"{now()} warning: {text}\n"
     try:
         try:
             yield

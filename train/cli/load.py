@@ -54,8 +54,11 @@ def load_config(path: Path) -> "Config":
 
 def no_file(what: str, path: Path) -> FileNotFoundError:
     """The error of a file that is missing; it may be one of the program's own."""
-    known = path.suffix == ".py" and path.stem in shipped_configs()
-    hint = f": did you mean {path.stem}, which comes with the program?" if known else ""
+    hint = ""
+    if path.suffix == ".py" and path.stem in shipped_configs():
+        hint = f": did you mean {path.stem}, which comes with the program?"
+    elif path.with_suffix(".py").is_file():
+        hint = f": did you mean {path.with_suffix('.py')}?"
     return FileNotFoundError(f"there is no {what} {path}{hint}")
 
 
@@ -87,6 +90,8 @@ def find_config(path: Path) -> tuple[Path, str]:
     shipped, name = shipped_configs(), str(path)
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=1)
+        own = path.with_suffix(".py")
+        near = [own] if own.is_file() else near
         hint = (
             f"did you mean {near[0]}?" if near else "give the path of your own config"
         )

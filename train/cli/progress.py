@@ -10,15 +10,28 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 from train.cli.plain_console import PlainConsole
+from train.cli.times import left
 
 T = TypeVar("T")
 
 SECONDS_BETWEEN = 20.0
+
+
+class TimeLeft(ProgressColumn):
+    """The time that is left, such as "2 h 5 min left"."""
+
+    max_refresh = 0.5  # Else it flickers.
+
+    def render(self, task: Task) -> Text:
+        seconds = task.time_remaining
+        return Text("" if seconds is None else left(seconds))
 
 
 def over(items: Sequence[T], title: str, console: Console) -> Iterator[T]:
@@ -26,7 +39,7 @@ def over(items: Sequence[T], title: str, console: Console) -> Iterator[T]:
     with Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TimeRemainingColumn(),
+        TimeLeft(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -53,7 +66,7 @@ def progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        TimeLeft(),
         TextColumn("{task.fields[words]}", markup=False),
         console=console,
     ) as bars:

@@ -86,7 +86,7 @@ def _sentence(
     """What is wrong, what was wanted and what to do; None for tyro's own text."""
     assert mistakes is not None
     if isinstance(event, mistakes.InstantiationFailure):
-        return _not_made(event.message, event.argument)
+        return _not_made(event.message, event.argument, names)
     if isinstance(event, mistakes.InvalidChoice):
         hint = event.argument.field.type_stripped
         near = nearest(event.value, hint)
@@ -112,10 +112,18 @@ def _sentence(
     return None
 
 
-def _not_made(message: str, argument: Any) -> str:
-    """The error of a value, by its option."""
+def _not_made(message: str, argument: Any, names: Callable[[], list[str]]) -> str:
+    """The error of a value, by its option; of several values, with the options in it.
+
+    A config names its fields as in a file, such as checkpoint.every_steps.
+    """
     if argument is None:
-        return message
+        options = {name.lstrip("-"): name for name in names()}
+        return re.sub(
+            r"^\w+(?![.\w])|(?<![\w.-])\w+\.[\w.-]*\w",
+            lambda field: options.get(field[0].replace("_", "-"), field[0]),
+            message,
+        )
     first, *_ = message.splitlines()
     if not first.startswith(NOT_OF_KIND):
         return f"{argument.display_name()}: {message}"
@@ -126,11 +134,16 @@ def _not_made(message: str, argument: Any) -> str:
 
 
 def _wanted(argument: Any) -> str:
-    """What an option takes; of several values or kinds, as `--help` shows it."""
+    """What an option takes; of several values or kinds, an example of it."""
     name, hint = argument.display_name(), argument.field.type_stripped
     if hint in (int, float, str, bool):
         return f"{name} must be {words(hint)}"
-    return f"{name} takes {argument.lowered.metavar}"
+    # {None}|{{dirichlet} FLOAT} is "None or dirichlet 0.1".
+    form = re.sub(r"\{([\w. ]+)\}", r"\1", str(argument.lowered.metavar))
+    form = re.sub(r"\{([\w. ]+)\}", r"\1", form).replace("|", " or ")
+    form = re.sub(r"\[?(\w+) \[\1 \.\.\.\]\]?", r"\1 \1", form)
+    example = form.replace("FLOAT", "0.1").replace("INT", "2")
+    return f"{name} takes, for example, {example}"
 
 
 def _name_and_form(argument: Any) -> str:

@@ -83,21 +83,28 @@ class OptimizerConfig:
         self._check_decay_steps()
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+                raise ValueError(
+                    f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}"
+                )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
+            raise ValueError(
+                f"optimizer.clip_norm must be positive, got {self.clip_norm}"
+            )
 
     def _check_decay_steps(self) -> None:
         if self.decay_steps and self.decay != "steps":
             raise ValueError(
-                f'decay_steps need decay = "steps", got decay = "{self.decay}"'
+                'optimizer.decay_steps need optimizer.decay = "steps", got '
+                f'"{self.decay}"'
             )
         # The decay begins after the warm-up.
         ascending = (self.warmup_steps, *self.decay_steps)
         if any(a >= b for a, b in itertools.pairwise(ascending)):
             raise ValueError(
-                "decay_steps must ascend and be greater than warmup_steps = "
+                "optimizer.decay_steps must ascend and be greater than warmup_steps = "
                 f"{self.warmup_steps}, got {self.decay_steps}"
             )
         if not 0 < self.decay_factor <= 1:
-            raise ValueError(f"decay_factor must be in (0, 1], got {self.decay_factor}")
+            raise ValueError(
+                f"optimizer.decay_factor must be in (0, 1], got {self.decay_factor}"
+            )

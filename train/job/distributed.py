@@ -77,8 +77,9 @@ def workers_per_process(num_workers: int, num_processes: int) -> int:
     if num_workers % num_processes:
         raise ValueError(
             f"{num_workers} workers cannot be dealt out evenly to "
-            f"{num_processes} processes; change workers.num_workers, or the number of "
-            "processes: a worker is in one process, with all its devices"
+            f"{num_processes} processes; set --workers.num-workers to "
+            f"{num_processes * max(1, num_workers // num_processes)}, or change the "
+            "number of processes: a worker is in one process, with all its devices"
         )
     return num_workers // num_processes
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from decentjax.units import rate as bytes_per_second
 from train.cli.command import command
 from train.job.cores import check_cores, core_shares
 from train.job.processes import Process, describe_exit, die_with_parent
 from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 from train.network import GBIT, Rate
-from train.network import rate as bytes_per_second
 
 if sys.platform != "linux":
     raise SystemExit("error: an emulated cluster needs Linux")

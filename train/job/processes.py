@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
+from train.cli.times import say
 from train.job.restarts import (
     ERROR,
     FOLDER,
@@ -116,11 +117,11 @@ def supervise(
         if not again or restarts == max_restarts:
             break
         restarts += 1
-        _say(f"warning: restart {restarts} of {max_restarts}")
+        say(f"warning: restart {restarts} of {max_restarts}")
     if again and max_restarts:
-        _say(f"error: gave up after {restarts} restarts; first {first}")
+        say(f"error: gave up after {restarts} restarts; first {first}")
     if again and (step := newest_step(ended.folder)):
-        _say(
+        say(
             f"step {step} is saved: decentjax launch -n {len(processes)} resume "
             f"{ended.folder} goes on from it"
         )
@@ -172,7 +173,7 @@ def run_job(
     code, how = describe_exit(job.failed.popen.returncode)
     after = f", after step {job.after}" if job.after else ""
     cause = f"process {job.failed.name} ended first, {how}{after}"
-    _say(f"error: {cause}{others}")
+    say(f"error: {cause}{others}")
     return Ended(code, cause, job.asked, job.output.folder)
 
 
@@ -327,16 +328,10 @@ def _say_how_to_return(child: _Child) -> None:
     _, how = describe_exit(child.popen.returncode)
     env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
     command = " ".join([*env, shlex.join(child.process.argv)])
-    _say(
+    say(
         f"warning: process {child.name} ended, {how}; the others continue, and this "
         f"command restarts it: {command}"
     )
-
-
-def _say(text: str) -> None:
-    """Prints a line on the standard error, which may be closed, as the output may."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _visible(line: bytes) -> bytes:
@@ -423,7 +418,7 @@ class _Job:
             pause = self._failures.pause(child.name, code, child.life)
             if pause is not None:
                 return self._restart(child, pause)
-            _say(
+            say(
                 f"error: process {child.name} has failed {TRIES} times in a row, {how} "
                 "and nothing saved, and is not started again; correct the cause first; "
                 f"it said at last: {os.fsdecode(child.life.said)}"
@@ -443,7 +438,7 @@ class _Job:
         left = f"; restarts left: {self._restarts}" if few else ""
         when = f" in {pause:.0f} s" if pause else ""
         again = f"started again{when}{left}"
-        _say(f"warning: process {child.name} ended, {how}; {again}")
+        say(f"warning: process {child.name} ended, {how}; {again}")
         self.children.remove(child)
         child.close()
         self._paused.append((time.monotonic() + pause, child.process))
@@ -456,7 +451,7 @@ class _Job:
             if not self._running:
                 raise
             why = f"process {process.name} cannot be started, {error.strerror}"
-            _say(f"warning: {why}; tried again in {LONGEST_PAUSE:.0f} s")
+            say(f"warning: {why}; tried again in {LONGEST_PAUSE:.0f} s")
             self._paused.append((time.monotonic() + LONGEST_PAUSE, process))
 
 

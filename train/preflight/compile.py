@@ -15,9 +15,9 @@ from rich.console import Console
 
 from decentjax import AXIS, analysis, overlap, worker_mesh
 from decentjax.overlap import Estimate, StepSchedule
+from decentjax.units import rate
 from train import targets
 from train.config import BackgroundExchange, Config
-from train.network import rate
 from train.run.array_placement import check_examples, of_examples, shapes_on
 from train.run.build import build_in_step
 from train.run.place import Given

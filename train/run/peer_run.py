@@ -1,11 +1,8 @@
 """A run of peers: each trains in a folder of its own, and waits for no other."""
 
 import dataclasses
-import fcntl
 import functools
 import json
-import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +25,7 @@ from train.config import (
 )
 from train.data.batches import Feed
 from train.data.shard_feed import ShardFeed
+from train.job.peer_address import address_of
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
 from train.run.nonfinite import WatchState
@@ -45,7 +43,6 @@ JOIN_SECONDS = 5.0  # Wait for any peer, before a process continues from its own
 START_SECONDS = 2.0  # The same for one that may well be the first.
 AWAY = "was away, while others may have gone on"
 NO_QUORUM = "waits for its quorum of workers"
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface.
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
 
@@ -151,22 +148,6 @@ def _bound(
             "SECURITY.md"
         )
     return bind, book
-
-
-def address_of(bind: str) -> str:
-    """Returns the address of a network interface; other texts are addresses already."""
-    if bind not in (name for _, name in socket.if_nameindex()):
-        return bind
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        name = struct.pack("256s", bind.encode())
-        try:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, name)
-        except OSError as error:
-            raise ValueError(
-                f"cannot listen at the interface {bind}, {error.strerror}: give it an "
-                "IPv4 address, or bind to its IPv6 address"
-            ) from error
-    return socket.inet_ntoa(found[20:24])
 
 
 def wagma_plan(config: Config, is_early: bool) -> methods.Wagma:

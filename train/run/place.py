@@ -15,7 +15,7 @@ from decentjax.distributed.place import JobPlace
 from decentjax.distributed.watch import close_watch, watch
 from decentjax.placement import local_workers
 from train.cli.config_json import read_fields
-from train.config import BackgroundExchange, Config
+from train.config import ApartExchange, BackgroundExchange, Config
 from train.job.distributed import (
     detect,
     fail_stop,
@@ -25,6 +25,7 @@ from train.job.distributed import (
     start,
     workers_per_process,
 )
+from train.job.peer_address import check_addresses
 from train.job.signals import stoppable
 from train.run.peer_log import Watch, senders
 from train.store.checkpoints import find_checkpoints
@@ -242,6 +243,8 @@ class Apart(Alone):
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
+        assert isinstance(self._config.exchange, ApartExchange)
+        check_addresses(self._config.exchange)
         each = self._config.workers.devices_per_worker
         provide_devices(self._place.local_id, len(self.workers) * each)
         watch(self._config.distributed.deadline, self.process)

@@ -1,7 +1,6 @@
 """What a run is: shown when it starts, and kept in run.json for sinks and reports."""
 
 import dataclasses
-import datetime
 import math
 import os
 import platform
@@ -18,6 +17,7 @@ import jax
 import decentjax
 from decentjax import AXIS, WorkerState
 from train.cli.tables import counted, write_json
+from train.cli.times import now
 from train.fields import fits, words
 from train.plain_files import read_object
 from train.run.nonfinite import build_local
@@ -58,7 +58,7 @@ def describe(run: Run, state: WorkerState) -> dict[str, Any]:
     workers = config.workers
     return {
         "id": uuid.uuid4().hex[:12],
-        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "began": now(),
         "command": command_line(sys.argv),
         "parameters": sum(math.prod(x.shape[1:]) for x in leaves),
         "workers": workers.num_workers,

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from train.cli.plain_console import PlainConsole
+from train.cli.progress import TimeLeft
 from train.cli.tables import measured, plain, quantity, words
+from train.cli.times import left, now, say
 from train.fields import LARGEST_FLOAT, fits
 from train.plain_files import open_to_append, read_lines, write_whole
 from train.store.folder import writing
@@ -27,6 +29,7 @@ Numbers = dict[str, float | None]
 FORMS: dict[str, Any] = {
     "step": int,
     "seconds": float,
+    "time": str,
     **dict.fromkeys(("loss", "consensus_distance", "learning_rate"), float | None),
     **dict.fromkeys(("steps_per_second", "skipped_examples"), float | None),
     **dict.fromkeys(("share_of_peak", "models_mixed", "models_age"), float | None),
@@ -48,6 +51,7 @@ FORMS: dict[str, Any] = {
     "read": list[list[int]],
     "skipped": int,
 }
+WHEN = "step", "seconds", "time"
 PER_SECOND = "_per_second"
 Row = TypeVar("Row")
 Write = Callable[[int, dict[str, float]], None]
@@ -95,8 +99,7 @@ class Log:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             # In a narrow terminal the bar gives way, not the time.
-            TimeRemainingColumn(table_column=Column(min_width=7)),
-            TextColumn("left"),
+            TimeLeft(table_column=Column(min_width=12)),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
@@ -153,8 +156,8 @@ class Log:
             self._last_line = now
             # A median: after a pause the newest rate says nothing of what is left.
             if self._rates and step < self._num_steps:
-                left = (self._num_steps - step) / statistics.median(self._rates)
-                text += f"  {left:.0f} s left"
+                seconds = (self._num_steps - step) / statistics.median(self._rates)
+                text += f"  {left(seconds)}"
             self._console.print(text, soft_wrap=True)
 
     def evaluation(
@@ -175,7 +178,7 @@ class Log:
 
     def _write(self, row: dict[str, Any], first: int = 0) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
-        line = line_of({"seconds": round(seconds, 3), **row})
+        line = line_of({"seconds": round(seconds, 3), "time": now(), **row})
         with writing(self._path):
             try:
                 self._append(line)
@@ -237,7 +240,7 @@ def for_sinks(row: Mapping[str, Any], first: int = 0) -> dict[str, float]:
       first: number of the first worker that it has scores of.
     """
     if "loss" in row:
-        return {f"train/{k}": x for k, x in row.items() if k not in ("step", "seconds")}
+        return {f"train/{k}": x for k, x in row.items() if k not in WHEN}
     models = {"mean_model": row["mean_model"]} if "mean_model" in row else {}
     for number, scores in enumerate(row.get("workers", ()), first):
         models[f"worker_{number}"] = scores
@@ -266,7 +269,7 @@ def _say_broken(path: Path, lines: tuple[int, ...]) -> None:
 
 def warn(text: str) -> None:
     """Prints a warning to the standard error."""
-    print(f"warning: {text}", file=sys.stderr)
+    say(f"warning: {text}")
 
 
 class _QuietConsole(PlainConsole):

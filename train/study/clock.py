@@ -9,6 +9,7 @@ import numpy as np
 
 from decentjax import Rounds, gossip, runtime
 from decentjax.topology import butterfly_groups
+from decentjax.units import rate, seconds
 from train.config import (
     BackgroundExchange,
     GroupExchange,
@@ -16,7 +17,7 @@ from train.config import (
     QuorumExchange,
     WorkersConfig,
 )
-from train.network import MaybeRate, MaybeTime, Time, rate, seconds
+from train.network import MaybeRate, MaybeTime, Time
 from train.run.method import Method
 from train.run.peer_run import wagma_plan
 from train.run.setup import Run

@@ -709,7 +709,7 @@ def test_a_closed_train_step_says_so():
     case = Case()
     with _in_background(case) as train_step:
         state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
-    with pytest.raises(RuntimeError, match="the engine is closed"):
+    with pytest.raises(RuntimeError, match="thread is closed: call the step inside"):
         _step(train_step, case, state, 1)
 
 

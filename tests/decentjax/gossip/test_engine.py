@@ -203,7 +203,7 @@ def test_who_leaves_the_shared_engine_waits_for_its_work_and_ends_no_other():
     assert done == [1]
     leaves.close()
     for call in (leaves.settle, lambda: leaves.submit(int)):
-        with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
+        with pytest.raises(RuntimeError, match="call the step inside its `with`"):
             call()
     assert stays.submit(lambda: 2).result(LONG) == 2
     stays.close()

@@ -17,6 +17,7 @@ from rich.console import Console
 import train.__main__
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
+from decentjax.units import rate
 from tests import tiny
 from tests.changes import changed
 from tests.checkout import ROOT
@@ -27,7 +28,7 @@ from train.advise.rank import Prediction, advise, candidates, fitting, predict
 from train.advise.setting import Flags, Setting
 from train.cli.progress import over
 from train.config import TopologyConfig, WorkersConfig
-from train.network import count, duration, rate, seconds
+from train.network import duration
 
 TINY_FILE = Path(tiny.__file__)
 MODEL = 4 * 65e6
@@ -70,41 +71,6 @@ def trained_with(path: Path, *arguments: str):
         )
         train.__main__.main([str(path), *arguments])
     return begun[0]
-
-
-@pytest.mark.parametrize(
-    ("parse", "wanted"),
-    [
-        (rate, {"25gbit": 25e9 / 8, "8bit": 1.0, "10 kbit": 1250.0, "1.6tbit": 2e11}),
-        (seconds, {"65ms": 0.065, "20us": 20e-6, "3ns": 3e-9, " .5s ": 0.5, "0s": 0.0}),
-        (count, {"65M": 65e6, "1.5B": 1.5e9, "2.K": 2000.0, "1T": 1e12, "1234": 1234}),
-    ],
-)
-def test_a_number_is_read_in_its_unit(parse, wanted):
-    assert {text: parse("size", text) for text in wanted} == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
-    ("parse", "texts", "units"),
-    [
-        (
-            rate,
-            ["25", "25 Gbit", "gbit", "-1gbit"],
-            "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)",
-        ),
-        (
-            seconds,
-            ["65", "-65ms", "1.2.3s", "1s and more", ""],
-            "ns, us, ms, s, such as 65ms",
-        ),
-        (count, ["65m", "nan"], "K, M, B, T, such as 65M"),
-    ],
-)
-def test_a_number_without_its_unit_is_refused(parse, texts, units):
-    for text in texts:
-        sentence = f"size must be a number with one of the units {units}, got {text!r}"
-        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-            parse("size", text)
 
 
 def test_a_duration_is_read_in_seconds_or_milliseconds():
@@ -745,7 +711,7 @@ OTHER = """
 import dataclasses
 from pathlib import Path
 
-from train.__main__ import load_config
+from train.cli.load import load_config
 from train.cli.sections import kind_of
 from train.config import TopologyConfig
 

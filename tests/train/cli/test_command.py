@@ -181,6 +181,14 @@ def test_a_config_that_is_no_file_is_a_sentence(tmp_path):
         load_config(tmp_path / f"{'n' * 300}.py")
 
 
+def test_a_file_beside_a_name_is_meant(tmp_path, monkeypatch):
+    (tmp_path / "quickstar.py").write_text(FAMILY)
+    monkeypatch.chdir(tmp_path)
+    for given in ("quickstar", "./quickstar", tmp_path / "quickstar"):
+        with pytest.raises(FileNotFoundError, match=r"did you mean .*quickstar\.py\?$"):
+            load_config(Path(given))
+
+
 FAMILY = f"""{HEAD}import dataclasses
 config = Config(name='own', task=task, num_steps=120)
 longer = dataclasses.replace(config, name='own_longer', num_steps=240)

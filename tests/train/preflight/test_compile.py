@@ -17,7 +17,7 @@ from tests import tiny
 from tests.changes import changed
 from tests.checkout import ROOT
 from tests.gpus import compiled, shapes
-from train.__main__ import load_config
+from train.cli.load import load_config
 from train.config import BackgroundExchange, InStepExchange, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main

@@ -21,10 +21,10 @@ from tests.checkout import ROOT
 from tests.jobs import LONG, TRAIN, ended, started
 from tests.run_folders import column
 from tests.trees import same
-from train.__main__ import load_config, main
+from train.__main__ import main
 from train.cli.config_json import differences
 from train.cli.families import config_families, shipped_configs
-from train.cli.load import load_file
+from train.cli.load import load_config, load_file
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,
@@ -184,7 +184,7 @@ def test_an_impossible_config_is_refused(field, value, message):
             lambda: OptimizerConfig(decay="steps", decay_steps=(90, 60)),
             r"decay_steps must ascend and .*, got \(90, 60\)",
         ),
-        (lambda: OptimizerConfig(decay_steps=(60, 90)), 'decay_steps need decay = "st'),
+        (lambda: OptimizerConfig(decay_steps=(60, 90)), 'need optimizer.decay = "st'),
         (
             lambda: OptimizerConfig(decay="steps", decay_factor=0.0),
             r"decay_factor must be in \(0, 1\], got 0.0",

@@ -36,6 +36,7 @@ from tests.jobs import (
 from tests.line import Growing, as_process
 from tests.machines import needs_root
 from tests.run_folders import alive, column, last_step, process_id, used
+from tests.timed import untimed
 from tests.trees import assert_close
 from train.config import (
     AutoExchange,
@@ -48,13 +49,13 @@ from train.config import (
     TopologyConfig,
 )
 from train.evaluate import evaluate
+from train.job.peer_address import address_of
 from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
 from train.run import peer_run
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
-from train.run.peer_run import address_of
 from train.run.place import build_place
 from train.run.scores import read_trained
 from train.run.setup import make_run
@@ -465,7 +466,7 @@ if len(starts.read_text().split()) < LIVES_AT:
     with job_of(dies.replace("LIVES_AT", "3"), lives, program=RESTARTED) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
-    lines = out.decode().splitlines()
+    lines = untimed(out.decode()).splitlines()
     assert lines.count("[1] done") == 1
     again = "warning: process 0 ended, killed by SIGKILL; started again"
     assert [line for line in lines if "start" in line] == [
@@ -485,7 +486,8 @@ def test_peers_go_on_where_one_fails():
     with job_of(*codes, program=RUN_PEERS) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode in (1, 128 + signal.SIGKILL)
-    hint, done, end = sorted(out.decode().splitlines(), key=lambda x: "error" in x)
+    lines = untimed(out.decode()).splitlines()
+    hint, done, end = sorted(lines, key=lambda x: "error" in x)
     # One that cannot be carried out has said why, and would be no better off again.
     command = shlex.join([sys.executable, "-c", codes[0]])
     assert hint == (
@@ -609,6 +611,21 @@ def test_peers_are_several_processes(tmp_path):
     straggler = StragglerConfig(kind="fixed", who=(2,))
     with pytest.raises(ValueError, match="has process 2, and there are 2"):
         train(as_process(0, 2, straggler=straggler), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [
+        ({"bind": "eth9"}, "exchange.bind must be .* one of .*lo.*, got eth9: "),
+        ({"addresses": ("a", "b")}, "an address is HOST:PORT, .* got 'a'"),
+        ({"secret_file": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_a_wrong_address_is_refused_before_data_is_read(exchange, words):
+    config = as_process(0, 2)
+    place = build_place(changed(config, exchange=exchange))
+    with pytest.raises((ValueError, FileNotFoundError), match=words), place.start():
+        pass
 
 
 def test_a_run_of_another_kind_keeps_its_folder(tmp_path):

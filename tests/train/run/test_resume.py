@@ -24,6 +24,7 @@ from tests.changes import changed
 from tests.line import Growing
 from tests.run_folders import column
 from tests.saving import state_of
+from tests.timed import untimed
 from train.__main__ import main
 from train.checkpoint import named
 from train.cli.changes import with_changes
@@ -274,7 +275,7 @@ def test_what_is_removed_is_made_anew(removed, said, tmp_path, monkeypatch, caps
     config = changed(LINE, on_step=removes, log=dict(every_steps=1), num_steps=20)
     outcome = train(config, run_dir)
     anew = "was removed while the run trains, and is created again\n"
-    warned = capsys.readouterr().err
+    warned = untimed(capsys.readouterr().err)
     assert warned == "".join(f"warning: {run_dir}{one} {anew}" for one in said)
     assert steps(run_dir)[-1] == 20
     for name in ("config.json", "run.json", "lock", "tensorboard"):
@@ -358,6 +359,9 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     assert column(run_dir, "step") == list(range(1, 31))
     seconds = [row["seconds"] for row in read_metrics(run_dir)]
     assert seconds == sorted(seconds), "the clock goes on"
+    times = [row["time"] for row in read_metrics(run_dir)]
+    assert times == sorted(times)
+    assert not any(untimed(f"{one} ") for one in times)
     assert json.loads((run_dir / "config.json").read_text())["num_steps"] == 30
 
 
@@ -489,7 +493,7 @@ def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys
         rf"^warning: the learning rate jumps from {last}, where the run stopped, to "
         rf"{now:.3g} at step 20: num_steps was 20 and is {num_steps}.*; .*"
         + how.format(last),
-        said,
+        untimed(said),
     )
     page = write_report([run_dir], run_dir / "report.html").read_text()
     assert f"; the learning rate jumped from {last} to {now:.3g}" in page
@@ -738,7 +742,7 @@ def test_arrays_that_go_on_in_another_dtype_are_said(old, new, how, tmp_path, ca
         found = restore(tmp_path / "checkpoints" / "1", wanted)
     assert found.params["b"].dtype == new
     words = f"warning: params.a was saved as {old}, and continues as {new}{how}\n"
-    assert capsys.readouterr().err == ("" if how is None else words)
+    assert untimed(capsys.readouterr().err) == ("" if how is None else words)
 
 
 def spoil_state(path: Path) -> None:
