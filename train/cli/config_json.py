@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -139,14 +138,6 @@ def sources(config: Config) -> tuple[str, ...]:
     parts = (place.rpartition(".") for place in PLACES)
     places = ((fields[x] if x else fields)[name] for x, _, name in parts)
     return tuple(x.partition(":")[0] for x in places if x is not None and ":" in x)
-
-
-def own_changed(config: Config, path: Path) -> dict[str, bool]:
-    """Returns whether the user's own code of a config is newer than a path, by file."""
-    modules = {source: sys.modules.get(source) for source in sources(config)}
-    files = [Path(getattr(found, "__file__", x)) for x, found in modules.items()]
-    kept = path.stat().st_mtime
-    return {x.name: x.exists() and x.stat().st_mtime > kept for x in files}
 
 
 def differences(

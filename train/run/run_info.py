@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import math
 import os
-import platform
 import reprlib
 import shlex
 import sys
@@ -17,12 +16,12 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-import decentjax
 from decentjax import AXIS, WorkerState
 from train.cli.tables import counted, write_json
 from train.config import Config, FixedPolicy
 from train.fields import fits, words
 from train.job.peer_place import process_place
+from train.job.provenance import commits, provenance_of
 from train.plain_files import read_object
 from train.run.build import build_local
 from train.run.method import build_method
@@ -37,7 +36,8 @@ FORMS: dict[str, Any] = {
     **dict.fromkeys(("parameters", "workers", "nodes", "processes"), float),
     "training_examples": float | None,
     "versions": dict[str, str],
-    "units": dict[str, str],
+    **dict.fromkeys(("units", "sources", "commits"), dict[str, str]),
+    "graph": str,
     "sinks": list[str],
     "results": dict[str, Any],
 }
@@ -47,6 +47,7 @@ RESULTS: dict[str, Any] = {
     "sample": str,
     "paths": list[dict[str, Any]],
 }
+SHOWN_VERSIONS = "decentjax", "jax", "Python"
 LONG_NAMES = {"awc": "adapt while communicating", "atc": "adapt then combine"}
 
 
@@ -77,11 +78,8 @@ def describe(
         "exchange": _exchange(config, mesh),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "training_examples": None if task.num_examples is None else task.num_examples(),
-        "versions": {
-            "decentjax": decentjax.__version__,
-            "jax": jax.__version__,
-            "Python": platform.python_version(),
-        },
+        **provenance_of(config)._asdict(),
+        "commits": commits(config),
         "headline": task.headline.name,
         "units": dict(task.units),
         "amount": task.amount.unit,
@@ -162,7 +160,7 @@ def header(facts: dict[str, Any], run_dir: Path) -> str:
         f"{counted(facts['workers'], 'worker')} on {counted(facts['nodes'], 'node')}"
         f"{processes}; {order}, {facts['exchange']}\n"
         f"{data}{facts['devices']}; "
-        f"{', '.join(f'{name} {number}' for name, number in versions.items())}; "
+        f"{', '.join(f'{x} {versions[x]}' for x in SHOWN_VERSIONS)}; "
         f"folder {run_dir}"
     )
 

@@ -15,6 +15,7 @@ from train.cli.tables import write_json
 from train.data.batches import Batch, Feed, feed
 from train.data.shard_feed import ShardFeed
 from train.job.distributed import MetricMeans, gather
+from train.job.provenance import keep_code, provenance_of
 from train.plain_files import write_whole
 from train.run.build import (
     LoopStep,
@@ -122,7 +123,8 @@ def start(
         stack.enter_context(setup.watch.opened(folder, begin.step, train_step, keep))
     observer = Observer(setup, begin, means, log, record)
     stack.enter_context(stop)
-    checkpoints = Checkpoints(folder, config.checkpoint.num_kept, renew)
+    kept = config.checkpoint.num_kept, renew, provenance_of(config)
+    checkpoints = Checkpoints(folder, *kept)
     stack.enter_context(checkpoints)
     _say_start(setup, begin, log)
     late = functools.partial(delay, config.straggler, setup.process)
@@ -276,6 +278,7 @@ def _prepare_folder(setup: Setup, step: int) -> None:
 
 def _write_config(setup: Setup) -> None:
     write_whole(setup.folder / "config.json", to_json(setup.config))
+    keep_code(setup.config, setup.folder / "code")
     if setup.watch is not None:
         write_shared(setup.config, setup.folder)
 

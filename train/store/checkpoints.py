@@ -154,6 +154,11 @@ def saved_fields(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
 
 
+def saved_provenance(path: Path) -> Any:
+    """Returns the provenance of a checkpoint's run, as JSON has it, if it has any."""
+    return _read_run(path).get("provenance")
+
+
 def restore(path: Path, state: WorkerState) -> WorkerState:
     """Returns the state of a checkpoint.
 
