@@ -140,7 +140,8 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
             "give a larger --num-steps, or an earlier --step"
         )
     # Both from JSON, where a tuple is a list.
-    saved, now = with_defaults(saved_fields(path)), json.loads(to_json(config))
+    saved = with_defaults(saved_fields(path), type(config.task))
+    now = json.loads(to_json(config))
     before, after = (x["workers"]["num_workers"] for x in (saved, now))
     allowed = FREE + resume.changes
     if before != after:

@@ -1,0 +1,79 @@
+"""Runs that earlier versions made, by `python -m tests.keep_runs`, and what reads them."""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+import jax
+import pytest
+
+from tests.changes import changed
+from tests.checkout import ROOT
+from tests.trees import assert_close
+from train.__main__ import main
+from train.checkpoint import main as checkpoint
+from train.evaluate import evaluate
+from train.generate import generate
+from train.replay import replay
+from train.report import write_report
+from train.run.loop import train
+from train.run.resume import saved_config
+from train.run.scores import read_trained
+from train.store.log import read_metrics
+
+VERSIONS = "0.2.0", "0.3.0"
+ALONE = "awc", "graph", "atc", "all_reduce", "streaming", "tracking", "copies"
+ALONE += "policy", "job"
+PEERS = "peers", "elastic", "groups", "quorum"
+TRUST = ("own.py",)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def runs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kept")
+    kept = f"runs_{request.param}"
+    with tarfile.open(ROOT / "tests" / f"{kept}.tar.xz") as file:
+        file.extractall(folder, filter="data")
+    return folder / kept
+
+
+@pytest.fixture(autouse=True)
+def own_file(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    monkeypatch.delitem(sys.modules, "own.py", raising=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_they_continue_as_they_would_have(name, runs):
+    """Again from step 4 to 6, to the models that their own version came to."""
+    run_dir = runs / name
+    wanted = read_trained(run_dir, trust=TRUST)
+    main(["--resume", str(run_dir), "--step", "4", "--trust", *TRUST])
+    got = read_trained(run_dir, trust=TRUST)
+    assert got.steps == wanted.steps == (6,)
+    assert_close(got.models, wanted.models, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_gpt_goes_through_all_commands(runs, capsys):
+    run_dir = runs / "gpt"
+    row = next(x for x in read_metrics(run_dir) if "mean_model" in x)
+    evaluate(run_dir)
+    generate(run_dir, ("def ",))
+    assert checkpoint(["export", str(run_dir), "--format", "gpt2"]) == 0
+    assert checkpoint(["verify", str(run_dir)]) == 0
+    main(["--resume", str(run_dir), "--num-steps", "7"])
+    assert read_trained(run_dir).step == 7
+    assert f"{row['mean_model']['bits_per_byte']:.3f}" in capsys.readouterr().out
+
+
+def test_they_are_read_and_drawn(runs, tmp_path):
+    """Runs of peers too, each model that a process mixed included."""
+    every = [runs / name for name in (*ALONE, *PEERS) if (runs / name).exists()]
+    for run_dir in every:
+        saved = read_metrics(run_dir / "process-0" if "process-0" in run_dir else run_dir)
+        scores = evaluate(run_dir, trust=TRUST)
+        assert scores
+    write_report(every, tmp_path / "report.html", trust=TRUST)
