@@ -18,7 +18,7 @@ from decentjax import WorkerState
 from train.cli.config_json import as_fields
 from train.job.distributed import gather
 from train.plain_files import read_json
-from train.store.earlier import as_before, as_now
+from train.store.earlier import as_now, forms_before
 from train.store.fits import (
     OTHER_STRUCTURE,
     MisfitError,
@@ -172,11 +172,9 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     try:
         return _restore(path, state)
     except MisfitError:
-        before = as_before(state)
-        if before is state:
-            raise
-        with contextlib.suppress(MisfitError):
-            return as_now(_restore(path, before))
+        for before in forms_before(state):
+            with contextlib.suppress(MisfitError):
+                return as_now(_restore(path, before), state)
         raise
 
 
