@@ -1,10 +1,8 @@
 """Comparisons: seeds as one program against runs of their own, statistics, files."""
 
 import json
-import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -12,8 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from decentjax import __version__
-from tests import job_line, line, tiny
+from tests import job_line, line
 from tests.changes import changed, config_file
 from tests.outcomes import outcome
 from tests.paths import PLAIN, WAYS, Overflows, effect
@@ -95,23 +92,28 @@ def own(tmp_path, monkeypatch):
     return Path("own.py")
 
 
-def test_what_is_kept_says_when_and_of_which_code(own, capsys):
-    config = load_config(Path(f"{own}:first"))
-    for name, of in (("a", config), ("b", tiny.config)):
-        kept(Path(f"{name}.json"), of, range(2), lambda: outcome([2.0, 3.0]))
+@pytest.mark.slow
+def test_results_of_other_code_are_trained_again(own, capsys):
+    def compared():
+        compare((Path(f"{own}:first"),), seeds=1, out=Path("out"))
+        return capsys.readouterr().out
 
-    def said(name, of):
-        kept(Path(f"{name}.json"), of, range(2), pytest.fail)
-        return capsys.readouterr().out.strip()
-
-    kept_at = f"a: from a.json, kept 2001-02-03 04:05 by decentjax {__version__}"
-    last = time.mktime((2001, 2, 3, 4, 5, 6, 0, 0, -1))
-    for seconds, words in ((-1, "may have"), (1, "has")):
-        os.utime("a.json", (last, last))
-        os.utime(own, (last + seconds, last + seconds))
-        wanted = f"{kept_at}; own.py {words} changed since: remove the file to train a"
-        assert said("a", config).startswith(wanted)
-    assert said("b", tiny.config).endswith(f"decentjax {__version__}")
+    first = compared()
+    assert "first: from out/first.json, kept 20" in compared()
+    own.write_text(OWN.replace("topology.ring", "topology.alone"))
+    edited, said = compared(), "first: trained again, as "
+    assert f"{said}own.py was edited, the graph is another\n" in edited
+    lines = [out.splitlines()[-3:] for out in (first, edited)]
+    assert lines[0] != lines[1]
+    path = Path("out/first.json")
+    kept = json.loads(path.read_text())
+    kept["provenance"]["versions"]["jax"] = "0.1"
+    path.write_text(json.dumps(kept))
+    assert f"{said}jax was 0.1 and is {jax.__version__}\n" in compared()
+    del kept["provenance"]
+    path.write_text(json.dumps(kept))
+    assert f"{said}an earlier version kept it\n" in compared()
+    assert said not in compared()
 
 
 def test_the_seeds_of_a_task_pair_however_often_its_file_is_read(own):

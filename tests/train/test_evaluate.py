@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import tarfile
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import python
 from tests.trees import assert_close
-from train.__main__ import main as resume
 from train.checkpoint import main as export
 from train.evaluate import evaluate
 from train.generate import generate
@@ -30,22 +28,6 @@ from train.tasks.digits import DigitsTask
 from train.tasks.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
-@pytest.mark.slow
-def test_a_run_of_version_0_2_goes_through_all_commands(tmp_path, capsys):
-    with tarfile.open(ROOT / "tests" / "awc_0.2.0.tar.xz") as kept:
-        kept.extractall(tmp_path, filter="data")
-    run_dir = tmp_path / "awc_0.2.0"
-    evaluate(run_dir)
-    generate(run_dir, ("def ",))
-    assert export(["export", str(run_dir)]) == 0
-    resume(["--resume", str(run_dir), "--num-steps", "6"])
-    out = capsys.readouterr().out
-    # The mean model is that of its last evaluation, by the old version.
-    row = next(x for x in read_metrics(run_dir) if "mean_model" in x)
-    assert f"{row['mean_model']['bits_per_byte']:.3f}" in out
-    assert read_trained(run_dir).step == 6
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,14 +140,6 @@ def sources(config: Config) -> tuple[str, ...]:
     return tuple(x.partition(":")[0] for x in places if x is not None and ":" in x)
 
 
-def own_changed(config: Config, path: Path) -> dict[str, bool]:
-    """Returns whether the user's own code of a config is newer than a path, by file."""
-    modules = {source: sys.modules.get(source) for source in sources(config)}
-    files = [Path(getattr(found, "__file__", x)) for x, found in modules.items()]
-    kept = path.stat().st_mtime
-    return {x.name: x.exists() and x.stat().st_mtime > kept for x in files}
-
-
 def differences(
     old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> list[str]:
@@ -184,9 +175,14 @@ def from_defaults(fields: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a config, and the defaults of those of later versions."""
-    return _filled(fields, _all_defaults(fields))
+def with_defaults(fields: dict[str, Any], task: type | None = None) -> dict[str, Any]:
+    """Returns the fields of a config, and the defaults of those of later versions.
+
+    Args:
+      fields: fields of the config, as JSON has them.
+      task: class of its task, if that is the user's own.
+    """
+    return _filled(fields, _all_defaults(fields, task))
 
 
 def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -199,17 +195,18 @@ def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **inner, **missing}
 
 
-def _all_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+def _all_defaults(fields: dict[str, Any], task: type | None = None) -> dict[str, Any]:
     """The default of each field of a config, for a task of the same kind."""
     kind = fields["task"]["kind"]
-    parts = {"task": _defaults(shipped_task(kind)) if kind in MODULES else {}}
+    task = shipped_task(kind) if kind in MODULES else task
+    parts = {"task": {} if task is None else _defaults(task)}
     for section, kinds in KINDS.items():
         own = fields.get(section, {}).get("kind")
         # Those of the same kind, of which the first one is the default.
         parts[section] = {"kind": next(iter(kinds))}
         parts[section] |= _defaults(kinds[own]) if own in kinds else {}
     # From JSON too, where a tuple is a list.
-    return json.loads(json.dumps(_defaults(Config) | parts))
+    return json.loads(json.dumps(_defaults(Config) | parts, default=place_of))
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

@@ -5,15 +5,12 @@ Nothing here depends on what is trained.
 
 import collections
 import contextlib
-import hashlib
 import json
 import math
 import os
-import platform
 import socket
 import traceback
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +20,6 @@ import numpy as np
 from jax import distributed
 from jax.sharding import Mesh
 
-import decentjax
 from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
@@ -35,9 +31,8 @@ from decentjax.process.address import is_loopback, split_address
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
+from train.job.provenance import provenance_of
 from train.job.signals import Stopped, stop_together
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def start(
@@ -113,7 +108,7 @@ def fail_stop() -> Iterator[None]:
 
 
 def meet(config: Config) -> list[str]:
-    """Compares config, topology and versions of all processes.
+    """Compares config, own code, topology and versions of all processes.
 
     Returns:
       The host names of the processes, in the order of their numbers.
@@ -123,16 +118,7 @@ def meet(config: Config) -> list[str]:
     """
     fields = json.loads(to_json(config))
     del fields["distributed"]["process_id"]  # The only field in which they may differ.
-    topology = config.algorithm.graph
-    own = {
-        "config": fields,
-        "topology": hashlib.sha256(repr(topology.exchanges).encode()).hexdigest()[:12],
-        "versions": {
-            "python": platform.python_version(),
-            "decentjax": decentjax.__version__,
-            **{package: version(package) for package in PACKAGES},
-        },
-    }
+    own = {"config": fields, **provenance_of(config)._asdict()}
     # Each compares itself: process 0 could not send the facts of all to all.
     own = json.loads(json.dumps(own))
     first = json.loads(tell("facts", json.dumps(own)))

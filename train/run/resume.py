@@ -21,12 +21,12 @@ from train.cli.config_json import (
     changes,
     differences,
     from_fields,
-    own_changed,
     read_fields,
     to_json,
     with_defaults,
 )
 from train.config import Config, DistributedConfig
+from train.job.provenance import OTHER_GRAPH, provenance_changes, provenance_of
 from train.models.gpt2 import read_gpt2
 from train.plain_files import read_object
 from train.run.nonfinite import Check
@@ -40,6 +40,7 @@ from train.store.checkpoints import (
     find_checkpoints,
     restore,
     saved_fields,
+    saved_provenance,
     verify,
 )
 from train.store.fits import MisfitError
@@ -69,6 +70,8 @@ FREE = (
     "workers.where",
     *HOOKS,
 )
+
+OF_GRAPH = "topology", "workers", "method", "policy"
 
 
 class Resume(NamedTuple):
@@ -138,7 +141,8 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
             "give a larger --num-steps, or an earlier --step"
         )
     # Both from JSON, where a tuple is a list.
-    saved, now = with_defaults(saved_fields(path)), json.loads(to_json(config))
+    saved = with_defaults(saved_fields(path), type(config.task))
+    now = json.loads(to_json(config))
     before, after = (x["workers"]["num_workers"] for x in (saved, now))
     allowed = FREE + resume.changes
     if before != after:
@@ -275,23 +279,25 @@ def begin_again(run: Run, resume: Resume, check: Check) -> Begin:
                 raise ValueError(f"{why}{error}; steps {steps} are there") from error
             warn(f"{why}{error}")
         else:
-            _say_own_changed(config, found.steps[step], step)
+            edited = _edited(config, found.steps[step], step, changed)
             facts: dict[str, Any] = {"resumed": command_line(sys.argv)}
+            if changed or edited:
+                facts["changed"] = changed + edited
             if changed:
-                facts["changed"] = changed
                 saved = with_defaults(saved_fields(found.steps[step]))
                 facts |= say_jump(saved, config, step, changed)
             return Begin(step, restored, facts)
     raise AssertionError("choose returns at least one step")
 
 
-def _say_own_changed(config: Config, path: Path, step: int) -> None:
-    for name, is_newer in own_changed(config, path).items():
-        if is_newer:
-            warn(
-                f"{name} has changed since step {step} was saved: what the run has of "
-                "it, such as its graph, may be another"
-            )
+def _edited(config: Config, path: Path, step: int, changed: list[str]) -> list[str]:
+    """What is another than at a checkpoint, beside the config; with a warning."""
+    found = provenance_changes(saved_provenance(path), provenance_of(config))
+    if any(phrase.startswith(OF_GRAPH) for phrase in changed):
+        found = [phrase for phrase in found if phrase != OTHER_GRAPH]
+    if found:
+        warn(f"since step {step} was saved: {', '.join(found)}")
+    return found
 
 
 def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> WorkerState:

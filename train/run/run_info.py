@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import platform
 import reprlib
 import shlex
 import sys
@@ -14,11 +13,11 @@ from typing import Any
 
 import jax
 
-import decentjax
 from decentjax import AXIS, WorkerState
 from train.cli.tables import counted, write_json
 from train.cli.times import now
 from train.fields import fits, words
+from train.job.provenance import commits, provenance_of
 from train.plain_files import read_object
 from train.run.nonfinite import build_local
 from train.run.setup import Run
@@ -32,7 +31,8 @@ FORMS: dict[str, Any] = {
     **dict.fromkeys(("parameters", "workers", "nodes", "processes"), float),
     "training_examples": float | None,
     "versions": dict[str, str],
-    "units": dict[str, str],
+    **dict.fromkeys(("units", "sources", "commits"), dict[str, str]),
+    "graph": str,
     "sinks": list[str],
     "results": dict[str, Any],
 }
@@ -42,6 +42,7 @@ RESULTS: dict[str, Any] = {
     "sample": str,
     "paths": list[dict[str, Any]],
 }
+SHOWN_VERSIONS = "decentjax", "jax", "Python"
 LONG_NAMES = {"awc": "adapt while communicating", "atc": "adapt then combine"}
 
 
@@ -69,11 +70,8 @@ def describe(run: Run, state: WorkerState) -> dict[str, Any]:
         "exchange": run.place.phrase(run.is_in_thread),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "training_examples": None if task.num_examples is None else task.num_examples(),
-        "versions": {
-            "decentjax": decentjax.__version__,
-            "jax": jax.__version__,
-            "Python": platform.python_version(),
-        },
+        **provenance_of(config)._asdict(),
+        "commits": commits(config),
         "headline": task.headline.name,
         "units": dict(task.units),
         "amount": task.amount.unit,
@@ -154,7 +152,7 @@ def header(facts: dict[str, Any], run_dir: Path) -> str:
         f"{counted(facts['workers'], 'worker')} on {counted(facts['nodes'], 'node')}"
         f"{processes}; {order}, {facts['exchange']}\n"
         f"{data}{facts['devices']}; "
-        f"{', '.join(f'{name} {number}' for name, number in versions.items())}; "
+        f"{', '.join(f'{x} {versions[x]}' for x in SHOWN_VERSIONS)}; "
         f"folder {run_dir}"
     )
 

@@ -13,6 +13,7 @@ from train.cli.tables import write_json
 from train.data.batches import Batch, Feed, feed
 from train.data.shard_feed import ShardFeed
 from train.job.distributed import MetricMeans, gather
+from train.job.provenance import keep_code, provenance_of
 from train.plain_files import write_whole
 from train.run.build import LoopStep, build_steps, build_train_step, step_options
 from train.run.check_task import check_batch
@@ -111,7 +112,8 @@ def start(
         stack.enter_context(opened)
     observer = Observer(run, begin, means, log, record)
     stack.enter_context(stop)
-    checkpoints = Checkpoints(folder, config.checkpoint.num_kept, renew)
+    kept = config.checkpoint.num_kept, renew, provenance_of(config)
+    checkpoints = Checkpoints(folder, *kept)
     stack.enter_context(checkpoints)
     _say_start(run, begin, log)
     late = functools.partial(delay, config.straggler, place.process, place.count)
@@ -249,6 +251,7 @@ def _prepare_folder(run: Run, step: int) -> None:
 
 def _write_config(run: Run) -> None:
     write_whole(run.folder / "config.json", to_json(run.config))
+    keep_code(run.config, run.folder / "code")
     if run.place.watch is not None:
         write_shared(run)
 

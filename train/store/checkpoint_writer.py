@@ -24,6 +24,7 @@ from decentjax.distributed.join import WAIT_SECONDS, client
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
+from train.job.provenance import Provenance
 from train.store.checkpoints import UNFINISHED, find_checkpoints
 from train.store.folder import MADE_AGAIN, writing
 from train.store.log import warn
@@ -46,6 +47,7 @@ class Checkpoints:
       run_dir: folder of the run.
       num_kept: number of newest checkpoints that stay on disk.
       renew: function that makes the run's folder again after it was removed.
+      provenance: the run's provenance, which each checkpoint has.
     """
 
     def __init__(
@@ -53,7 +55,11 @@ class Checkpoints:
         run_dir: Path,
         num_kept: int,
         renew: Callable[[], None] = lambda: None,
+        provenance: Provenance | None = None,
     ):
+        # Of the start: what is edited while a run trains is not what it trains by.
+        known = None if provenance is None else provenance._asdict()
+        self._made_by = {"provenance": known}
         self._folder, self._renew = (run_dir / "checkpoints").absolute(), renew
         self._num_kept = num_kept
         options = ocp.options.AsyncOptions(
@@ -108,6 +114,7 @@ class Checkpoints:
             self._make_anew(step)
         self._step, self._is_lost = step, False
         self._num_saves += 1
+        run = {"step": step, "config": json.loads(to_json(config))}
         # Orbax copies the state to the host before `save` returns: the next step
         # donates, and so overwrites, these arrays.
         with self._explained():
@@ -115,9 +122,7 @@ class Checkpoints:
                 self._folder / str(step),
                 args=_args.Composite(
                     state=_args.StandardSave(state),
-                    run=_args.JsonSave(
-                        {"step": step, "config": json.loads(to_json(config))}
-                    ),
+                    run=_args.JsonSave(run | self._made_by),
                 ),
             )
 

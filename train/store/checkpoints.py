@@ -18,7 +18,7 @@ from decentjax import WorkerState
 from train.cli.config_json import as_fields
 from train.job.distributed import gather
 from train.plain_files import read_json
-from train.store.earlier import as_before, as_now
+from train.store.earlier import as_now, forms_before
 from train.store.fits import (
     OTHER_STRUCTURE,
     MisfitError,
@@ -154,6 +154,11 @@ def saved_fields(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
 
 
+def saved_provenance(path: Path) -> Any:
+    """Returns the provenance of a checkpoint's run, as JSON has it, if it has any."""
+    return _read_run(path).get("provenance")
+
+
 def restore(path: Path, state: WorkerState) -> WorkerState:
     """Returns the state of a checkpoint.
 
@@ -167,11 +172,9 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     try:
         return _restore(path, state)
     except MisfitError:
-        before = as_before(state)
-        if before is state:
-            raise
-        with contextlib.suppress(MisfitError):
-            return as_now(_restore(path, before))
+        for before in forms_before(state):
+            with contextlib.suppress(MisfitError):
+                return as_now(_restore(path, before), state)
         raise
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-import decentjax
-from train.cli.config_json import HOOKS, from_fields, own_changed, sources, to_json
+from train.cli.config_json import HOOKS, from_fields, sources, to_json
 from train.cli.tables import measured, plain
 from train.config import Config
 from train.job.distributed import gather
+from train.job.provenance import Provenance, provenance_changes, provenance_of
 from train.plain_files import read_json, write_whole
 
 Report = Callable[[int, str], None]
@@ -135,32 +135,23 @@ def kept(
       facts: what else the results depend on.
     """
     wanted = {"config": _trained(config), "seeds": list(seeds), **(facts or {})}
-    outcome = _read(path, wanted, sources(config))
+    now = provenance_of(config)
+    outcome, changed = _read(path, wanted, now, sources(config))
     # A folder may not yet show each the file.
     found = gather("results", outcome is not None)
     if outcome is not None and all(found):
         if jax.process_index() == 0:
-            print(_say_kept(path, config))
+            at = datetime.datetime.fromtimestamp(path.stat().st_mtime)
+            print(f"{path.stem}: from {path}, kept {at:%Y-%m-%d %H:%M}")
         return outcome
+    if changed and jax.process_index() == 0:
+        print(f"{path.stem}: trained again, as {', '.join(changed)}")
     outcome = train()
-    by = {"version": decentjax.__version__}
-    text = json.dumps({**wanted, **by, "outcome": plain(outcome)}, indent=2)
+    made_by = {"provenance": now._asdict()}
+    text = json.dumps({**wanted, **made_by, "outcome": plain(outcome)}, indent=2)
     if jax.process_index() == 0:
         write_whole(path, text)
     return outcome
-
-
-def _say_kept(path: Path, config: Config) -> str:
-    """When and by which version results were kept, and what they do not know."""
-    kept = datetime.datetime.fromtimestamp(path.stat().st_mtime)
-    text = f"{path.stem}: from {path}, kept {kept:%Y-%m-%d %H:%M} by decentjax "
-    text += read_json(path).get("version", "0.3.0 or earlier")
-    if not (changed := own_changed(config, path)):
-        return text
-    newer = [name for name, is_newer in changed.items() if is_newer]
-    said = "has" if newer else "may have"
-    names = ", ".join(newer or changed)
-    return f"{text}; {names} {said} changed since: remove the file to train again"
 
 
 def _trained(config: Config) -> dict[str, Any]:
@@ -171,10 +162,11 @@ def _trained(config: Config) -> dict[str, Any]:
 
 
 def _read(
-    path: Path, wanted: Mapping[str, Any], trust: Sequence[str]
-) -> SeedsOutcome | None:
+    path: Path, wanted: Mapping[str, Any], now: Provenance, trust: Sequence[str]
+) -> tuple[SeedsOutcome | None, list[str]]:
+    """The results in a file, or what has changed since they were kept."""
     if not path.exists():
-        return None
+        return None, []
     found = read_json(path)
     # An older version of this program has fewer fields: they have their defaults.
     with contextlib.suppress(ValueError, KeyError):
@@ -182,5 +174,9 @@ def _read(
     # Another version may have kept other results.
     is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
     if not is_whole or {name: found.get(name) for name in wanted} != wanted:
-        return None
-    return SeedsOutcome(**measured(found["outcome"]))
+        return None, []
+    if "provenance" not in found:
+        return None, ["an earlier version kept it"]
+    if changed := provenance_changes(found["provenance"], now):
+        return None, changed
+    return SeedsOutcome(**measured(found["outcome"])), []

@@ -41,8 +41,10 @@ from train.run.loop import train
 from train.run.optimizers import optimizer_with
 from train.run.policy_choice import build_policy
 from train.run.resume import Resume, saved_config, trained_by
+from train.run.run_info import read_facts
 from train.run.scores import read_trained
 from train.store.checkpoints import find_checkpoints
+from train.store.log import read_metrics
 from train.tasks.shipped import is_shipped
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Headline, Task
@@ -199,12 +201,29 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     with pytest.raises(ValueError, match=r"TopologyConfig.make is own\.py:my_graph"):
         write_report([Path("run")], page)
     assert write_report([Path("run")], page, trust=["own.py"]) == page
-    own.touch()
+
+
+@pytest.mark.slow
+def test_a_run_knows_the_code_that_it_was_trained_by(ran, own, capsys):
+    """Each of two graphs, of one file that was edited, is in the log and the folder."""
+    del sys.modules["own.py"]  # As in another process.
+    edited = OWN.replace("num_workers), 0.5", "num_workers), 0.25")
+    own.write_text(edited)
     main(["--resume", "run", "--trust", "own.py", "--num-steps", "8"])
     said = capsys.readouterr()
     assert "held-out error" in said.out
-    assert "own.py has changed since step 6 was saved" in said.err
+    assert "since step 6 was saved: own.py was edited, the graph is another" in said.err
+    (row,) = (row for row in read_metrics(Path("run")) if "changed" in row)
+    phrases = ["own.py was edited", "the graph is another"]
+    assert row["changed"] == ["num_steps was 6 and is 8", *phrases]
     assert max(find_checkpoints(Path("run")).steps) == 8
+    facts = read_facts(Path("run"))
+    kept = Path("run/code") / f"own.{facts['sources']['own.py']}.py"
+    assert kept.read_text() == edited
+    assert {one.read_text() for one in kept.parent.iterdir()} == {OWN, edited}
+    assert facts["versions"].keys() >= {"decentjax", "jax", "jaxlib", "numpy", "optax"}
+    main(["--resume", "run", "--trust", "own.py", "--num-steps", "9"])
+    assert "since step" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
