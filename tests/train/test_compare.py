@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from decentjax import __version__
+from decentjax import __version__, topology
 from tests import job_line, line, tiny
 from tests.changes import changed, config_file
 from tests.outcomes import outcome
@@ -113,12 +113,16 @@ def test_what_is_kept_says_when_and_of_which_code(own, capsys):
     assert said("b", tiny.config).endswith(f"decentjax {__version__}")
 
 
-def test_the_seeds_of_a_task_pair_however_often_its_file_is_read(own):
-    first, second = (load_config(Path(f"{own}:{x}")) for x in ("first", "second"))
-    assert first.task != second.task
+def test_the_seeds_of_a_task_pair_however_its_file_is_named(own):
+    first, second, away = (
+        load_config(Path(f"{file}:{x}"))
+        for file, x in ((own, "first"), (own, "second"), (own.absolute(), "second"))
+    )
     assert draws_of(first, range(3)) == draws_of(second, range(3))
-    away = load_config(Path(f"{own.absolute()}:second"))
-    assert draws_of(first, range(3)) == draws_of(away, range(3))
+    assert second == away
+    own.write_text(OWN.replace("topology.ring", "topology.alone"))
+    edited = load_config(Path(f"{own}:first"))
+    assert edited.topology.build(first.workers) == topology.alone(4)
     other = own.rename("other.py")
     assert draws_of(load_config(Path(f"{other}:first")), range(3)) != draws_of(
         first, range(3)
