@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,25 @@ from train.tasks.task import Task, build_task
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.
 
 
+class Measured(NamedTuple):
+    """The run that is measured.
+
+    Args:
+      config: its config.
+      task: its task, built.
+      mesh: mesh of the models. If a worker is a slice of it, each of its devices
+        exchanges its own shards.
+    """
+
+    config: Config
+    task: Task
+    mesh: Mesh
+
+    @property
+    def optimizer(self) -> Any:
+        return build_optimizer(self.config.optimizer, self.config.num_steps)
+
+
 def measure(config: Config, num_steps: int) -> Setting:
     """Measures compute times, rates and latencies; all processes call it together.
 
@@ -73,19 +92,19 @@ def measure(config: Config, num_steps: int) -> Setting:
         )
     own = (config.topology,)
     fit, _ = fitting(num_workers, local, own)
-    task = build_task(config.task)
+    run = Measured(config, build_task(config.task), mesh)
     console = PlainConsole(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
-        trace = _compute_times(config, task, mesh, num_steps)
-    exchanges = _Exchanges(config, task, mesh)
+        trace = _compute_times(run, num_steps)
+    exchanges = _Exchanges(run)
     with console.status("sending"):
-        cluster = _cluster(config, exchanges)
+        cluster = _cluster(exchanges, local)
     measured: dict[Topology | None, float] = {None: exchanges.all_reduce()}
     for _, topology in over(fit, "exchanging", console):
         if not console.is_terminal:
             console.print(f"exchanging: {topology.name}")
         measured[topology] = float(np.mean([exchanges.exchange(e) for e in topology]))
-    overlap = _overlap(config, mesh)
+    overlap = _overlap(run)
     job = Job(
         model_bytes=exchanges.model_bytes,
         compute=runtime.trace(trace),
@@ -127,13 +146,11 @@ class _Exchanges:
     """Measures exchanges as training would run them, each once.
 
     Args:
-      config: config of the run.
-      task: task of the run, built.
-      mesh: mesh of the models. If a worker is a slice of it, each of its devices
-        exchanges its own shards.
+      run: the run.
     """
 
-    def __init__(self, config: Config, task: Task, mesh: Mesh):
+    def __init__(self, run: Measured):
+        config, task, mesh = run
         self.num_workers = mesh.shape[AXIS]
         self.in_background = build_method(config).is_in_thread(config, mesh)
         # A second thread on an accelerator's hosts sends over the host's own network.
@@ -141,7 +158,7 @@ class _Exchanges:
         self.lanes = lanes_of(mesh)
         self.exchange_lanes = lanes_of(host_mesh(mesh)) if over_host else self.lanes
         self.message_dtype = config.step.message_dtype
-        state = build_state(config, task, _optimizer(config), local_workers(mesh))
+        state = build_state(config, task, run.optimizer, local_workers(mesh))
         rows = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
         self.models = in_lanes(put_state(rows, mesh, task.shard), self.lanes)
         dtypes = [jnp.dtype(self.message_dtype or x.dtype) for x in rows]
@@ -185,12 +202,10 @@ class _Exchanges:
         return _seconds(compiled_mix(exchange, Lowering(), lane), few)
 
 
-def _compute_times(
-    config: Config, task: Task, mesh: Mesh, num_steps: int
-) -> np.ndarray:
+def _compute_times(run: Measured, num_steps: int) -> np.ndarray:
     """Returns the seconds of each step of each worker without exchanges, [T, N]."""
+    (config, task, mesh), optimizer = run, run.optimizer
     mine = local_workers(mesh)
-    optimizer = _optimizer(config)
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     num_workers = mesh.shape[AXIS]
     alone = worker_mesh(len(mine), devices, mesh.size // num_workers)
@@ -214,12 +229,11 @@ def _compute_times(
     return trace
 
 
-def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
+def _cluster(exchanges: _Exchanges, local: int) -> Cluster:
     """Measures rates and latencies: a mean inside nodes, a message between them.
 
     A tiny exchange takes the latency alone, so the rate is that of the rest.
     """
-    local = config.workers.workers_per_node
     num_nodes = exchanges.num_workers // local
     inside = between = math.inf
     inside_latency = between_latency = of_inside = 0.0
@@ -250,15 +264,11 @@ def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
     )
 
 
-def _overlap(config: Config, mesh: Mesh) -> Overlap:
-    if build_method(config).is_in_thread(config, mesh):
+def _overlap(run: Measured) -> Overlap:
+    if build_method(run.config).is_in_thread(run.config, run.mesh):
         return "background"
     # A CPU's compiled step hides nothing.
     return "none" if jax.default_backend() == "cpu" else "in_step"
-
-
-def _optimizer(config: Config) -> Any:
-    return build_optimizer(config.optimizer, config.num_steps)
 
 
 def _in_parallel(functions: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:

@@ -172,10 +172,11 @@ def load_file(path: Path, what: str, module_name: str | None = None) -> ModuleTy
     if path.suffix != ".py":
         raise ValueError(f"a {what} must be a Python file NAME.py, got {path}")
     real, text = path.resolve(), path.read_bytes()
-    known, has_run = _LOADED.get(real, (None, None))
-    is_known = known is not None and sys.modules.get(known.__name__) is known
-    if is_known and has_run == text and module_name in (None, known.__name__):
-        return known
+    if real in _LOADED:
+        known, has_run = _LOADED[real]
+        is_here = sys.modules.get(known.__name__) is known
+        if has_run == text and is_here and module_name in (None, known.__name__):
+            return known
     spec = importlib.util.spec_from_file_location(module_name or str(path), path)
     assert spec is not None
     assert spec.loader is not None
