@@ -35,7 +35,7 @@ from train.figures.style import Format, save_figure
 from train.plain_files import write_whole
 from train.run.check_task import score_names
 from train.study.clock import Clock
-from train.study.comparison import NO_UNITS, Entry, Results, statements
+from train.study.comparison import NO_UNITS, Compared, Entry, statements
 from train.study.outcome import SeedsOutcome, kept
 from train.study.replayed import train_by_clock
 from train.study.seeds import draws_of, seeds_at_once, train_seeds
@@ -144,7 +144,7 @@ class Comparison:
             ends = [self._ends(best.candidate) for best in bests]
         names, units = [entry.name for entry in entries], candidates[0].task.units
         by_name = dict(zip(names, ends, strict=True))
-        results = Results(entries, headline, units, by_name, self.clock.runs)
+        results = Compared(entries, headline, units, by_name, self.clock.runs)
         self._write(results, grid, bests)
 
     def _candidates(self) -> list[Candidate]:
@@ -251,7 +251,7 @@ class Comparison:
         facts = {"clock": self.clock.facts()} if is_late else {}
         return kept(self.out / f"{name}.json", config, seeds, train, facts)
 
-    def _write(self, results: Results, grid: Grid, bests: Sequence[Best]) -> None:
+    def _write(self, results: Compared, grid: Grid, bests: Sequence[Best]) -> None:
         """Writes tables and figures, and prints them."""
         shown = results.table((*grid.fields, "tried") if grid.fields else ())
         remarks = _remarks(shown, _words(bests[0].score) if grid.fields else None)
@@ -266,7 +266,7 @@ class Comparison:
             names = [entry.name for entry in results.entries]
             self._write_tuning(dict(zip(names, bests, strict=True)), grid)
 
-    def _next(self, results: Results) -> list[str]:
+    def _next(self, results: Compared) -> list[str]:
         """What to do next where values were compared that no other seed has chosen."""
         if not self.vary or self.tune:
             return []
@@ -311,7 +311,7 @@ def _remarks(shown: str, chosen_by: str | None) -> list[str]:
     return remarks
 
 
-def _draw(results: Results) -> Figure:
+def _draw(results: Compared) -> Figure:
     """Draws losses and scores over time, and the final scores."""
     headline, units, ends = results.headline, results.units, results.ends
     time = "seconds, simulated" if results.is_timed else "step"
@@ -327,7 +327,7 @@ def _draw(results: Results) -> Figure:
     return draw_comparison(panels, scores, text)
 
 
-def _held_out(results: Results, time: str) -> list[Panel]:
+def _held_out(results: Compared, time: str) -> list[Panel]:
     """The curves of the score, if it was evaluated more than once."""
     name, y_label = results.headline.name, _words(results.headline, results.units)
     rows = {

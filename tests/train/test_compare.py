@@ -34,7 +34,7 @@ from train.figures.comparison_figure import draw_comparison
 from train.run.loop import train
 from train.store.log import read_metrics
 from train.study.clock import Clock
-from train.study.comparison import Entry, Results, holm, statements
+from train.study.comparison import Compared, Entry, holm, statements
 from train.study.outcome import SeedsOutcome, kept
 from train.study.replayed import train_by_clock
 from train.study.seeds import draws_of, train_seeds
@@ -840,7 +840,7 @@ def test_seeds_pair_where_model_and_data_are_the_same(section, changes, pairs):
 
 def test_the_table_has_means_and_two_standard_deviations():
     made = outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]})
-    text = Results([Entry("a", made, None)], LOWER, {"loss": "nats"}).table()
+    text = Compared([Entry("a", made, None)], LOWER, {"loss": "nats"}).table()
     row = (
         "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 | 1.0000 to 4.0000"
     )
@@ -858,8 +858,8 @@ def test_the_figure_has_curves_of_a_score_that_is_evaluated_often():
     once, often = made(scores(9, 0.5)), made(scores(3, 0.2), scores(9, 0.5))
     ends = {"a": [step / 10 for step in range(10)]}
     spl = Headline("spl", "higher")
-    assert _held_out(Results([once], spl, ends=ends), "seconds") == []
-    by_time, by_count = _held_out(Results([often], spl, ends=ends), "seconds")
+    assert _held_out(Compared([once], spl, ends=ends), "seconds") == []
+    by_time, by_count = _held_out(Compared([often], spl, ends=ends), "seconds")
     assert by_time == ({"a": [(0.3, [0.2]), (0.9, [0.5])]}, "seconds", "held-out spl")
     assert by_count.curves == {"a": [(300, [0.2]), (900, [0.5])]}
     assert by_count.x == "environment steps per worker"
@@ -876,7 +876,7 @@ def test_single_workers_are_compared_by_the_headline():
     scores = [(2, {"spl": [0.5], "return": [3.0]})]
     workers = {"return": [[1.0, 2.0]], "spl": [[0.25, 0.75]]}
     one = Entry("a", outcome([2.0], evaluations=scores, workers=workers), None)
-    text = Results([one], Headline("spl", "higher")).table()
+    text = Compared([one], Headline("spl", "higher")).table()
     assert "| 0.2500 to 0.7500 |" in text
     assert "| spl of workers |" in text
 
@@ -887,12 +887,12 @@ def test_the_best_mean_is_bold_and_each_seed_has_its_numbers():
         Entry("B", outcome([1.5, 2.0]), None, config="b"),
     ]
     lower, higher = (
-        Results(entries, Headline("loss", better), ends={"A": [0, 7.0], "B": [0, 9.0]})
+        Compared(entries, Headline("loss", better), ends={"A": [0, 7.0], "B": [0, 9.0]})
         for better in ("lower", "higher")
     )
     assert "| B | **1.7500 ± 0.7071** | 1.7500 ± 0.7071 |" in lower.table()
     assert "| A | **2.0000 ± 2.8284** | 2.0000 ± 2.8284 |" in higher.table()
-    assert "**" not in Results(entries[:1], LOWER).table()
+    assert "**" not in Compared(entries[:1], LOWER).table()
     head, *rows = lower._replace(is_timed=True).rows(range(5, 7))
     assert dict(zip(head, rows[3], strict=True)) == {
         **{"config": "b", "label": "B", "seed": 6, "loss": 2.0, "training_loss": 2.0},

@@ -44,7 +44,7 @@ from train.tasks.task import Task, build_task
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.
 
 
-class Measured(NamedTuple):
+class MeasuredRun(NamedTuple):
     """The run that is measured.
 
     Args:
@@ -92,7 +92,7 @@ def measure(config: Config, num_steps: int) -> Setting:
         )
     own = (config.topology,)
     fit, _ = fitting(num_workers, local, own)
-    run = Measured(config, build_task(config.task), mesh)
+    run = MeasuredRun(config, build_task(config.task), mesh)
     console = PlainConsole(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
         trace = _compute_times(run, num_steps)
@@ -149,7 +149,7 @@ class _Exchanges:
       run: the run.
     """
 
-    def __init__(self, run: Measured):
+    def __init__(self, run: MeasuredRun):
         config, task, mesh = run
         self.num_workers = mesh.shape[AXIS]
         self.in_background = build_method(config).is_in_thread(config, mesh)
@@ -202,7 +202,7 @@ class _Exchanges:
         return _seconds(compiled_mix(exchange, Lowering(), lane), few)
 
 
-def _compute_times(run: Measured, num_steps: int) -> np.ndarray:
+def _compute_times(run: MeasuredRun, num_steps: int) -> np.ndarray:
     """Returns the seconds of each step of each worker without exchanges, [T, N]."""
     (config, task, mesh), optimizer = run, run.optimizer
     mine = local_workers(mesh)
@@ -264,7 +264,7 @@ def _cluster(exchanges: _Exchanges, local: int) -> Cluster:
     )
 
 
-def _overlap(run: Measured) -> Overlap:
+def _overlap(run: MeasuredRun) -> Overlap:
     if build_method(run.config).is_in_thread(run.config, run.mesh):
         return "background"
     # A CPU's compiled step hides nothing.

@@ -61,7 +61,7 @@ class Entry(NamedTuple):
         return scores | self.outcome.judged | last
 
 
-class Results(NamedTuple):
+class Compared(NamedTuple):
     """What the configs of a comparison came to.
 
     Args:

@@ -185,7 +185,7 @@ def test_the_slowest_process_says_how_long_an_exchange_takes(monkeypatch):
 
 @pytest.mark.slow
 def measured(config, mesh):
-    return measure.Measured(config, config.task.build(), mesh)
+    return measure.MeasuredRun(config, config.task.build(), mesh)
 
 
 def test_compute_times_are_those_of_each_process(monkeypatch):
