@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -26,6 +27,22 @@ def grid(
     """
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """Adds a legend below the figure, which grows by it, where it covers nothing.
+
+    Args:
+      figure: the figure.
+      axes: axes with all the lines that have names.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    width, height = figure.get_size_inches()
+    longest = max(map(len, names), default=0)
+    columns = max(1, min(len(names), int(width / (0.07 * longest + 0.6))))
+    figure.set_figheight(height + 0.2 * -(-len(names) // columns))
+    place = "outside lower center"
+    figure.legend(handles, names, loc=place, ncols=columns, fontsize="small")
 
 
 Format = Literal["svg", "pdf"]

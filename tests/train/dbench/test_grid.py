@@ -22,7 +22,7 @@ from train.dbench import cost
 from train.dbench.__main__ import DBench
 from train.dbench.cells import Result, Training
 from train.dbench.claims import claims
-from train.dbench.dbench_report import table
+from train.dbench.dbench_report import _connections, table
 from train.dbench.grid import POLICIES, Cell, Graphs
 from train.fields import place_of
 from train.figures.dbench_figure import draw_points
@@ -363,6 +363,13 @@ def result(graph, connections, scores, early):
         sent={"connections": [connections] * num_seeds},
     )
     return Result(Cell(graph, 8, LINE), made)
+
+
+def test_a_policy_has_the_range_of_its_connections():
+    (cell,) = cells(("thinning:degree=6:per-epoch=2",), (8,))
+    one = result("thinning", 3.5, [0.5], [0.1])
+    assert _connections(one) == "3.5"
+    assert _connections(one._replace(cell=cell)) == "3.5 of 2 to 6"
 
 
 def test_a_claim_is_tested_within_scales():
