@@ -272,9 +272,9 @@ class Comparison:
             return []
         tune = " ".join(f"--tune {' '.join(one)}" for one in self.vary)
         return [
-            f"Best {_words(results.headline)}: {results.best}, of the seeds and "
-            f"examples that chose it. `{tune}` in place of the values chooses by "
-            f"others, and --seeds {max(5, 2 * self.seeds)} shows smaller differences."
+            f"Best {_words(results.headline)}: {results.best}. These seeds and "
+            f"examples have chosen it: `{tune}` in place of the values lets others "
+            f"choose, and --seeds {max(5, 2 * self.seeds)} shows smaller differences."
         ]
 
     def _write_tuning(self, bests: Mapping[str, Best], grid: Grid) -> None:

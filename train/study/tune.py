@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from train.cli.changes import with_fields
+from train.cli.sections import full_name
 from train.cli.tables import counted, file_name, markdown, words
 from train.config import Config
 from train.study.outcome import SeedsOutcome
@@ -190,7 +191,7 @@ def read_grid(
                 f"{' '.join([field, *values])}"
             )
     fields, values = zip(
-        *((field.replace("_", "-"), _rising(rest)) for field, *rest in tune),
+        *((full_name(x).replace("_", "-"), _rising(rest)) for x, *rest in tune),
         strict=True,
     )
     if len(set(fields)) < len(fields):
