@@ -61,8 +61,9 @@ def to_bytes(figure: Figure, kind: Format) -> bytes:
             if np.size(line.get_xdata()) == 1 and line.get_marker() in ("", "None"):
                 line.set_marker("o")  # A line of one point is invisible.
     for text in figure.findobj(Text):
-        # Names may have dollars; powers of ten, which are formulas, are not there yet.
-        if text.get_text():
+        # Names may have dollars; powers of ten, which are formulas, are not there yet,
+        # or begin so when the figure was drawn before.
+        if text.get_text() and not text.get_text().startswith(r"$\mathdefault{"):
             text.set_parse_math(False)
     # Without a salt the ids of clip paths would be random; type 42 is text, not shapes,
     # as publishers want it.

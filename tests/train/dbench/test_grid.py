@@ -324,6 +324,15 @@ def test_equal_scores_are_drawn_too():
     draw_points({"ring": [(2.0, [k / 180] * 3) for k in range(180)]}, "x", "y", True)
 
 
+def test_each_number_of_workers_has_its_tick_and_the_legend_covers_no_point():
+    points = {"ring": [(4, [0.1]), (8, [0.2])], "torus": [(16, [0.3])]}
+    figure = draw_points(points, "workers", "y", True)
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert [*axes.get_xticks()] == [4, 8, 16]
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+
+
 def test_models_that_overflow_diverge():
     """After a finite loss, in the last update."""
     config = changed(
