@@ -22,9 +22,11 @@ from decentjax.exchange import (
     messages_of,
     workers_of,
 )
+from decentjax.policy import Policy
 
 __all__ = ["compare", "consensus_factor", "exact_after", "plot", "traffic"]
 
+Topologies = Iterable[Topology | Policy] | Topology | Policy
 ROUNDING = 1e-12  # Of products of mixing matrices.
 
 
@@ -243,7 +245,8 @@ class GraphRow(NamedTuple):
 class GraphTable(tuple[GraphRow, ...]):
     """Rows of graphs; prints as a table.
 
-    `pandas.DataFrame(table)` has a column for each field.
+    `pandas.DataFrame(table)` has a column for each field, and its `to_latex` is the
+    table of a paper.
 
     Examples:
       >>> from decentjax import analysis, topology
@@ -294,14 +297,14 @@ def _cells(row: GraphRow) -> list[str]:
 
 
 def compare(
-    topologies: Iterable[Topology] | Topology,
+    topologies: Topologies,
     model_bytes: float = 1.0,
     workers_per_node: int | None = None,
 ) -> GraphTable:
     """Returns what each topology is worth and costs, per step, one row each.
 
     Args:
-      topologies: the topologies.
+      topologies: the topologies; a policy has a row for each of its graphs.
       model_bytes: size of the mixed leaves in bytes; 1 counts models.
       workers_per_node: as in `traffic`.
 
@@ -326,7 +329,10 @@ def compare(
 
 
 def plot(
-    topologies: Sequence[Topology] | Topology, num_steps: int | None = None
+    topologies: Topologies,
+    num_steps: int | None = None,
+    ax: Any = None,
+    labels: Sequence[str] | None = None,
 ) -> Any:
     """Draws the consensus distance by exchange; returns matplotlib's axes.
 
@@ -334,13 +340,16 @@ def plot(
     the first exchange.
 
     Args:
-      topologies: the topologies.
+      topologies: the topologies; a policy has a curve for each of its graphs.
       num_steps: number of exchanges; by default three of the longest periods, and at
         least 20.
+      ax: axes of matplotlib to draw on, which keep what they have; by default new ones.
+      labels: names of the curves, by default those of the topologies.
 
     Raises:
       ModuleNotFoundError: without matplotlib, which is no requirement of this package.
-      ValueError: if the number of exchanges is negative.
+      ValueError: if the number of exchanges is negative, or there are more labels than
+        topologies, or fewer.
 
     Examples:
       >>> from decentjax import analysis, topology
@@ -358,9 +367,14 @@ def plot(
     check_whole("num_steps", num_steps)
     if num_steps < 0:
         raise ValueError(f"num_steps must be at least 0, got {num_steps}")
-    axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
-    for one in given:
-        axes.plot(_consensus_curve(one, num_steps), ".-", label=one.name)
+    names = [one.name for one in given] if labels is None else labels
+    if len(names) != len(given):
+        raise ValueError(f"wanted {len(given)} labels, one for each graph, got {names}")
+    axes = ax
+    if ax is None:
+        axes = Figure(figsize=(6, 3.6), layout="constrained").subplots()
+    for one, name in zip(given, names, strict=True):
+        axes.plot(_consensus_curve(one, num_steps), ".-", label=name)
     axes.set(yscale="log", xlabel="exchange", ylabel="consensus distance")
     axes.legend()
     return axes
@@ -384,17 +398,25 @@ def _random_models(topology: Topology, size: int) -> np.ndarray:
     return values - values.mean(0)
 
 
-def _listed(topologies: Iterable[Topology] | Topology) -> list[Topology]:
-    if isinstance(topologies, Topology):
-        return [topologies]
+def _listed(topologies: Topologies) -> list[Topology]:
+    """All topologies; those of a policy in its place, by its name and their own."""
+    if isinstance(topologies, Topology | Policy):
+        topologies = [topologies]
     if not isinstance(topologies, Iterable):
         raise TypeError(
             "wanted topologies, such as [topology.ring(8)], got "
-            f"{type(topologies).__name__}; of a policy give its menu"
+            f"{type(topologies).__name__}"
         )
-    given = list(topologies)
-    for one in given:
-        check_topology(one)
+    given = []
+    for one in topologies:
+        if isinstance(one, Policy):
+            graphs = enumerate(one.graphs)
+            given += [
+                Topology(f"{one.name} {i}: {x.name}", tuple(x)) for i, x in graphs
+            ]
+        else:
+            check_topology(one)
+            given.append(one)
     return given
 
 

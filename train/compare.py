@@ -4,16 +4,16 @@
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
+from matplotlib.figure import Figure
 
 from train.cli.changes import (
     FIELDS,
@@ -27,15 +27,16 @@ from train.cli.families import matching_configs
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.cli.read import from_options
-from train.cli.tables import file_name, label
+from train.cli.tables import file_name, label, to_csv
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
-from train.figures.style import save_svg
+from train.figures.style import Format, save_figure
 from train.plain_files import write_whole
+from train.run.check_task import score_names
 from train.run.setup import make_run
 from train.study.clock import Clock
-from train.study.comparison import NO_UNITS, Entry, statements, table
+from train.study.comparison import NO_UNITS, Compared, Entry, statements
 from train.study.outcome import SeedsOutcome, kept
 from train.study.replayed import train_simulated
 from train.study.seeds import draws_of, seeds_at_once
@@ -43,30 +44,18 @@ from train.study.tune import (
     EDGE,
     UNFINISHED,
     Best,
+    Candidate,
     Grid,
     choose,
     profiles,
     read_grid,
     tuning_table,
 )
-from train.tasks.task import Headline, Task, build_task
-
-NO_CLOCK = Clock()
+from train.tasks.task import Headline, build_task
 
 
-def compare(
-    configs: Annotated[tuple[Path, ...], tyro.conf.Positional],
-    seeds: int = 3,
-    first_seed: int = 0,
-    at_once: int | None = None,
-    change: Changes = (),
-    vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.Suppress] = (),
-    tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
-    budget: int | None = None,
-    score: str | None = None,
-    clock: Clock = NO_CLOCK,
-    out: Path = Path("runs/compare"),
-) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
     """Trains each config with several seeds and compares the mean models.
 
     All workers and all seeds of a config are simulated as one program, on one device.
@@ -105,52 +94,201 @@ def compare(
         "training_loss"; by default the headline of the task, which also chooses in
         place of a score of generated text, such as "bleu".
       clock: compute times of the workers, in simulated time.
-      out: folder for all results, the table and the figure.
+      label: NAME=TEXT, what a config is called in tables, figures and compare.csv;
+        repeat it for others.
+      format: format of the figures.
+      out: folder for all results, tables and figures.
 
     Raises:
       ValueError: if there is nothing to compare, or the field cannot hold a value.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}")
-    if at_once is not None and at_once < 1:
-        raise ValueError(f"at_once must be at least 1, got {at_once}")
-    chosen = [config for given in configs for config in _varied(given, change, vary)]
-    headline = _compared(_common_headline(chosen), score)
-    numbers = range(first_seed, first_seed + seeds)
-    for config in chosen:
-        _ends(config, numbers, clock)
-    (grid,) = {read_grid(tune, config, budget) for config in chosen}
-    out.mkdir(parents=True, exist_ok=True)
-    # A config is trained with each choice of values, and with the best of them.
-    total = len(chosen) * (grid.most + 1)
-    most = "at most " if grid.budget else ""
-    places = (f"{number} of {most}{total}" for number in itertools.count(1))
-    train = functools.partial(
-        _trained, at_once=at_once, out=out, clock=clock, places=places
-    )
-    entries, bests = zip(
-        *(_entry(config, numbers, grid, train, headline) for config in chosen),
-        strict=True,
-    )
-    _check_score(headline, entries[0])
-    ends = {
-        entry.name: _ends(best.config, numbers, clock)
-        for entry, best in zip(entries, bests, strict=True)
-    }
-    seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
-    simulated = seconds if clock.runs else {}
-    units = build_task(chosen[0].task).units
-    fields = (*grid.fields, "tried") if grid.fields else ()
-    shown = table(entries, simulated, fields, headline.name, units)
-    remarks = _remarks(shown, _words(bests[0].score) if grid.fields else None)
-    text = "\n\n".join([shown, *remarks, *statements(entries, headline)])
-    write_whole(out / "compare.md", text + "\n")
-    time = "seconds, simulated" if clock.runs else "step"
-    _draw_entries(entries, ends, headline, units, time, out / "compare.svg")
-    print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
-    if grid.fields:
-        names = [config.name for config in chosen]
-        _write_tuning(dict(zip(names, bests, strict=True)), grid, out)
+
+    configs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    seeds: int = 3
+    first_seed: int = 0
+    at_once: int | None = None
+    change: Changes = ()
+    vary: Annotated[tuple[tuple[str, ...], ...], tyro.conf.Suppress] = ()
+    tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    budget: int | None = None
+    score: str | None = None
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    label: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    format: Format = "svg"
+    out: Path = Path("runs/compare")
+
+    def __post_init__(self):
+        for name in ("seeds", "at_once"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for one in self.label:
+            if not all(one.partition("=")):
+                raise ValueError(f"--label takes NAME=TEXT, got {one!r}")
+
+    def run(self) -> None:
+        """Trains what is missing, and writes and prints what all came to."""
+        candidates = self._candidates()
+        headline = self._headline(candidates)
+        ends = [self._ends(one) for one in candidates]  # For its errors, before hours.
+        configs = [one.config for one in candidates]
+        (grid,) = {read_grid(self.tune, config, self.budget) for config in configs}
+        self.out.mkdir(parents=True, exist_ok=True)
+        # A config is trained with each choice of values, and with the best of them.
+        total = len(candidates) * (grid.most + 1)
+        most = "at most " if grid.budget else ""
+        places = (f"{number} of {most}{total}" for number in itertools.count(1))
+        found = [self._at_its_best(one, grid, headline, places) for one in candidates]
+        entries, bests = zip(*found, strict=True)
+        _check_score(headline, entries[0].scores())
+        if grid.fields:
+            ends = [self._ends(best.candidate) for best in bests]
+        names, units = [entry.name for entry in entries], candidates[0].task.units
+        by_name = dict(zip(names, ends, strict=True))
+        results = Compared(entries, headline, units, by_name, self.clock.runs)
+        self._write(results, grid, bests)
+
+    def _candidates(self) -> list[Candidate]:
+        """The configs with their tasks; before hours of training, as a table has one.
+
+        Raises:
+          ValueError: if there is none, or two have the same name.
+        """
+        configs = [
+            config
+            for given in self.configs
+            for config in _varied(given, self.change, self.vary)
+        ]
+        if not configs:
+            raise ValueError(
+                "give a config, or several, before all options: digits_allreduce "
+                "digits_dadam_aer"
+            )
+        names = [config.name for config in configs]
+        labels = [self._label(name) for name in names]
+        for of_each in (names, labels):
+            if len(set(of_each)) < len(of_each):
+                raise ValueError(f"each config needs a name of its own, got {of_each}")
+        for name in self._labels:
+            if name not in names:
+                raise ValueError(
+                    f"--label {name}=...: no config has this name; there are "
+                    f"{', '.join(names)}"
+                )
+        return [Candidate(one, build_task(one.task), one.name) for one in configs]
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        pairs = [one.partition("=") for one in self.label]
+        return {name: text for name, _, text in pairs}
+
+    def _label(self, name: str) -> str:
+        return self._labels.get(name, name)
+
+    def _headline(self, candidates: Sequence[Candidate]) -> Headline:
+        """The score that is compared, by default the one that all tasks have.
+
+        Raises:
+          ValueError: if they have none in common, or there is no such score.
+        """
+        headlines = {one.task.headline for one in candidates}
+        if len(headlines) > 1:
+            raise ValueError(
+                "only configs of one task can be compared, got headline scores "
+                f"{sorted(headline.name for headline in headlines)}"
+            )
+        (own,), score = headlines, self.score
+        if score is None or score == own.name:
+            return own
+        found = Headline(score, better="lower" if "loss" in score else "higher")
+        for one in candidates:
+            if one.task.judge is None:  # Its scores are known when it has read a text.
+                _check_score(found, [*score_names(one.task), "training_loss"])
+        return found
+
+    @property
+    def _seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    def _ends(self, one: Candidate) -> Sequence[float]:
+        """When each number of steps is done, [T + 1], or without a clock the number."""
+        config = one.config
+        if not self.clock.runs and not config.is_apart:
+            return range(config.num_steps + 1)
+        run = make_run(config, task=one.task)
+        runs = [self.clock.run(run, seed).times for seed in self._seeds]
+        return [0.0, *np.mean([times.end for times in runs], axis=(0, 2)).tolist()]
+
+    def _at_its_best(
+        self, one: Candidate, grid: Grid, score: Headline, places: Iterator[str]
+    ) -> tuple[Entry, Best]:
+        """The results of a config at its best by a score."""
+
+        def train(some: Candidate, seeds: range) -> SeedsOutcome:
+            return self._train(some, seeds, next(places))
+
+        seeds = self._seeds
+        last = range(seeds.stop, seeds.stop + 1)
+        best = choose(one, grid, lambda some: train(some, last), score)
+        outcome = train(best.candidate, seeds)
+        draws = draws_of(best.candidate.config, seeds)
+        label = self._label(one.name)
+        return Entry(label, outcome, draws, best.say(grid), one.name), best
+
+    def _train(self, one: Candidate, seeds: range, place: str) -> SeedsOutcome:
+        """The results of a config, from the folder or trained now."""
+        config, task, name = one
+        # Of peers each seed is a run of its own.
+        is_late = config.is_apart
+        size = 1 if is_late else seeds_at_once(config, len(seeds), self.at_once)
+        # Each group of seeds takes all the steps.
+        num_steps = math.ceil(len(seeds) / size) * config.num_steps
+
+        def train() -> SeedsOutcome:
+            run = make_run(config, task=task)
+            with progress(f"{place}: {name}", num_steps) as report:
+                return train_simulated(run, seeds, report, self.clock, self.at_once)
+
+        facts = {"clock": self.clock.facts()} if is_late else {}
+        return kept(self.out / f"{name}.json", config, seeds, train, facts)
+
+    def _write(self, results: Compared, grid: Grid, bests: Sequence[Best]) -> None:
+        """Writes tables and figures, and prints them."""
+        shown = results.table((*grid.fields, "tried") if grid.fields else ())
+        remarks = _remarks(shown, _words(bests[0].score) if grid.fields else None)
+        said = statements(results.entries, results.headline)
+        text = "\n\n".join([shown, *remarks, *said, *self._next(results)])
+        write_whole(self.out / "compare.md", text + "\n")
+        write_whole(self.out / "compare.csv", to_csv(results.rows(self._seeds)))
+        figure = self.out / f"compare.{self.format}"
+        save_figure(_draw(results), figure)
+        print(f"\n{text}\n\nfigure  {figure}\nnumbers {self.out / 'compare.csv'}")
+        if grid.fields:
+            names = [entry.name for entry in results.entries]
+            self._write_tuning(dict(zip(names, bests, strict=True)), grid)
+
+    def _next(self, results: Compared) -> list[str]:
+        """What to do next where values were compared that no other seed has chosen."""
+        if not self.vary or self.tune:
+            return []
+        tune = " ".join(f"--tune {' '.join(one)}" for one in self.vary)
+        return [
+            f"Best {_words(results.headline)}: {results.best}. These seeds and "
+            f"examples have chosen it: `{tune}` in place of the values lets others "
+            f"choose, and --seeds {max(5, 2 * self.seeds)} shows smaller differences."
+        ]
+
+    def _write_tuning(self, bests: Mapping[str, Best], grid: Grid) -> None:
+        curves = {
+            name: profiles(grid, best.tried, best.score) for name, best in bests.items()
+        }
+        score = next(iter(bests.values())).score
+        text = f"{_words(score)} of one seed"
+        values = dict(zip(grid.fields, grid.values, strict=True))
+        figure = self.out / f"tune.{self.format}"
+        save_figure(draw_tuning(curves, values, text), figure)
+        write_whole(self.out / "tune.md", tuning_table(bests, grid) + "\n")
+        print(f"        {figure}\ntried   {self.out / 'tune.md'}")
 
 
 def _remarks(shown: str, chosen_by: str | None) -> list[str]:
@@ -174,60 +312,28 @@ def _remarks(shown: str, chosen_by: str | None) -> list[str]:
     return remarks
 
 
-def _common_headline(configs: Sequence[Config]) -> Headline:
-    """The score that all configs have; before hours of training, as a table needs one.
-
-    Raises:
-      ValueError: if there is none, or two configs have the same name.
-    """
-    if not configs:
-        raise ValueError(
-            "give a config, or several, before all options: digits_allreduce "
-            "digits_dadam_aer"
-        )
-    names = [config.name for config in configs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"each config needs a name of its own, got {names}")
-    headlines = {build_task(config.task).headline for config in configs}
-    if len(headlines) > 1:
-        raise ValueError(
-            "only configs of one task can be compared, got headline scores "
-            f"{sorted(headline.name for headline in headlines)}"
-        )
-    return headlines.pop()
-
-
-def _draw_entries(
-    entries: Sequence[Entry],
-    ends: Mapping[str, Sequence[float]],
-    headline: Headline,
-    units: Mapping[str, str],
-    time: str,
-    path: Path,
-) -> None:
-    score = _words(headline, units)
+def _draw(results: Compared) -> Figure:
+    """Draws losses and scores over time, and the final scores."""
+    headline, units, ends = results.headline, results.units, results.ends
+    time = "seconds, simulated" if results.is_timed else "step"
     losses = {
         one.name: [(ends[one.name][step], row) for step, row in one.outcome.losses]
-        for one in entries
+        for one in results.entries
     }
     panels = [Panel(losses, time, label("training_loss", units))]
-    panels += _held_out(entries, ends, headline.name, time, score)
-    scores = {entry.name: entry.scores()[headline.name] for entry in entries}
+    panels += _held_out(results, time)
+    scores = {entry.name: entry.scores()[headline.name] for entry in results.entries}
+    score = _words(headline, units)
     text = f"{score} ({headline.better} is better; dots are seeds)"
-    save_svg(draw_comparison(panels, scores, text), path)
+    return draw_comparison(panels, scores, text)
 
 
-def _held_out(
-    entries: Sequence[Entry],
-    ends: Mapping[str, Sequence[float]],
-    name: str,
-    time: str,
-    y_label: str,
-) -> list[Panel]:
-    """The curves of a score, where it was evaluated more than once."""
+def _held_out(results: Compared, time: str) -> list[Panel]:
+    """The curves of the score, if it was evaluated more than once."""
+    name, y_label = results.headline.name, _words(results.headline, results.units)
     rows = {
         one.name: [x for x in one.outcome.evaluations if name in x[1]]
-        for one in entries
+        for one in results.entries
     }
     if max(map(len, rows.values())) < 2:
         return []
@@ -239,26 +345,14 @@ def _held_out(
         }
         return Panel(curves, x_label, y_label)
 
-    counts = [x for x in MORE_AXES if x in entries[0].scores()]
+    counts = [x for x in MORE_AXES if x in results.entries[0].scores()]
     return [
-        panel(time, lambda run, step, _: ends[run][step]),
+        panel(time, lambda run, step, _: results.ends[run][step]),
         *(
             panel(MORE_AXES[x], lambda _, __, scores, x=x: float(np.mean(scores[x])))
             for x in counts
         ),
     ]
-
-
-def _write_tuning(bests: Mapping[str, Best], grid: Grid, out: Path) -> None:
-    curves = {
-        name: profiles(grid, best.tried, best.score) for name, best in bests.items()
-    }
-    score = next(iter(bests.values())).score
-    text = f"{_words(score)} of one seed"
-    values = dict(zip(grid.fields, grid.values, strict=True))
-    save_svg(draw_tuning(curves, values, text), out / "tune.svg")
-    write_whole(out / "tune.md", tuning_table(bests, grid) + "\n")
-    print(f"        {out / 'tune.svg'}\ntried   {out / 'tune.md'}")
 
 
 def _words(score: Headline, units: Mapping[str, str] = NO_UNITS) -> str:
@@ -267,17 +361,10 @@ def _words(score: Headline, units: Mapping[str, str] = NO_UNITS) -> str:
     return f"{where}{label(score.name, units)}"
 
 
-def _compared(own: Headline, score: str | None) -> Headline:
-    """The score that is compared, by default the configs' own."""
-    if score is None or score == own.name:
-        return own
-    return Headline(score, better="lower" if "loss" in score else "higher")
-
-
-def _check_score(score: Headline, entry: Entry) -> None:
-    if score.name not in entry.scores():
+def _check_score(score: Headline, names: Collection[str]) -> None:
+    if score.name not in names:
         raise ValueError(
-            f"there is no score {score.name}; there are: {', '.join(entry.scores())}"
+            f"there is no score {score.name}; there are: {', '.join(names)}"
         )
 
 
@@ -315,67 +402,10 @@ def _with(config: Config, field: str, value: str) -> Config:
     return dataclasses.replace(changed, name=name)
 
 
-def _ends(config: Config, seeds: range, clock: Clock) -> Sequence[float]:
-    """When each number of steps is done, [T + 1], or without a clock the number."""
-    if not clock.runs and not config.is_apart:
-        return range(config.num_steps + 1)
-    run = make_run(config)
-    runs = [clock.run(run, seed).times for seed in seeds]
-    return [0.0, *np.mean([times.end for times in runs], axis=(0, 2)).tolist()]
-
-
-def _entry(
-    config: Config,
-    seeds: range,
-    grid: Grid,
-    train: Callable[[Config, Task, range, str], SeedsOutcome],
-    score: Headline,
-) -> tuple[Entry, Best]:
-    """The results of a config at its best by a score."""
-
-    def try_one(one: Config, task: Task, name: str) -> SeedsOutcome:
-        return train(
-            one, task, range(seeds.stop, seeds.stop + 1), f"{config.name}-{name}"
-        )
-
-    best = choose(config, build_task(config.task), grid, try_one, score)
-    outcome = train(best.config, best.task, seeds, grid.results(config.name))
-    draws = draws_of(best.config, seeds)
-    return Entry(config.name, outcome, draws, best.say(grid)), best
-
-
-def _trained(
-    config: Config,
-    task: Task,
-    seeds: range,
-    name: str,
-    *,
-    at_once: int | None,
-    out: Path,
-    clock: Clock,
-    places: Iterator[str],
-) -> SeedsOutcome:
-    """The results of a config, from the folder or trained now."""
-    title = f"{next(places)}: {name}"
-    # Of peers each seed is a run of its own.
-    is_late = config.is_apart
-    size = 1 if is_late else seeds_at_once(config, len(seeds), at_once)
-    # Each group of seeds takes all the steps.
-    num_steps = math.ceil(len(seeds) / size) * config.num_steps
-
-    def train() -> SeedsOutcome:
-        with progress(title, num_steps) as report:
-            run = make_run(config, task=task)
-            return train_simulated(run, seeds, report, clock, at_once)
-
-    facts = {"clock": clock.facts()} if is_late else {}
-    return kept(out / f"{name}.json", config, seeds, train, facts)
-
-
 def _with_fields(
     arguments: Sequence[str],
-) -> tuple[list[str], Callable[..., None]]:
-    """The options of a command line, and the comparison with the other fields set.
+) -> tuple[list[str], dict[str, tuple]]:
+    """The options of a command line, and what its fields change and vary.
 
     `--vary FIELD VALUES`, of version 0.2, is `--FIELD VALUES`.
     """
@@ -385,7 +415,7 @@ def _with_fields(
     several = {field for field, values in fields.items() if len(values) > 1}
     change = [as_change(*one) for one in fields.items() if one[0] not in several]
     vary = [(field, *fields[field]) for field in fields if field in several]
-    return rest, functools.partial(compare, change=tuple(change), vary=tuple(vary))
+    return rest, {"change": tuple(change), "vary": tuple(vary)}
 
 
 if __name__ == "__main__":
@@ -393,4 +423,6 @@ if __name__ == "__main__":
         if not sys.argv[1:]:
             show_usage("usage: decentjax compare CONFIG.py [CONFIG.py ...]", [])
         args, varied = _with_fields(sys.argv[1:])
-        from_options(varied, args=args, prog="decentjax compare", also=FIELDS)
+        prog = "decentjax compare"
+        given = from_options(Comparison, args=args, prog=prog, also=FIELDS)
+        dataclasses.replace(given, **varied).run()

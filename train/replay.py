@@ -27,7 +27,7 @@ from train.cli.read import from_options
 from train.cli.tables import aligned, file_name, label
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison
-from train.figures.style import save_svg
+from train.figures.style import save_figure
 from train.network import MaybeRate
 from train.plain_files import write_whole
 from train.run.resume import saved_config
@@ -249,7 +249,7 @@ def _draw(settings: Sequence[TriedSetting], task: Task, path: Path) -> None:
         for one in settings
     }
     text = f"held-out {label(score.name, task.units)} ({score.better} is better)"
-    save_svg(draw_comparison([panel], scores, text), path)
+    save_figure(draw_comparison([panel], scores, text), path)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from train.cli.families import FOLDER
 from train.cli.load import load_config
 from train.cli.tables import to_json
 from train.config import Config
-from train.figures.style import save_svg, to_svg
+from train.figures.style import save_figure, to_svg
 from train.job.namespaces import parse_rate
 from train.network import Rates
 from train.plain_files import write_whole
@@ -169,7 +169,7 @@ def main(quality: Quality) -> int:
     # First, as `in_cluster` forks, and jax starts threads.
     race = run(quality, step_seconds(quality))
     svg = to_svg(draw_quality(panels(race)))
-    save_svg(draw_bars(bars(race), race.reference), quality.out / "quality_bars.svg")
+    save_figure(draw_bars(bars(race), race.reference), quality.out / "quality_bars.svg")
     facts = {"quality": quality, "race": race, "steps": steps_to_goal(quality, race)}
     print(write_results(quality.out, "quality", facts, tables(race), svg))
     return check_wholes(race)

@@ -26,7 +26,7 @@ from benches.stragglers.stragglers_report import (
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job, Times
 from decentjax.units import rate
-from train.figures.style import save_svg, to_svg
+from train.figures.style import save_figure, to_svg
 from train.figures.timeline_figure import draw_timelines
 from train.job.namespaces import EmulatedCluster, Nodes
 from train.network import Rate
@@ -199,7 +199,7 @@ def _write(stragglers: Stragglers, results: ClusterResults) -> str:
         str(x): middle_steps(spans(rotating.rounds[-1][x]), width) for x in DRAWN
     }
     figure = draw_timelines(timelines, width, "worker")
-    save_svg(figure, stragglers.out / "stragglers_timeline.svg")
+    save_figure(figure, stragglers.out / "stragglers_timeline.svg")
     facts = {"stragglers": stragglers, "clusters": clusters}
     text, svg = "\n\n".join(tables), to_svg(draw_race(drawn))
     return write_results(stragglers.out, "stragglers", facts, text, svg)

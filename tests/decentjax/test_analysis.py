@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from decentjax import Topology, analysis, topology
+from decentjax import Topology, analysis, policy, topology
 from decentjax.analysis import (
     compare,
     consensus_factor,
@@ -390,6 +390,19 @@ def test_a_comparison_has_each_number_per_step(tmp_path):
     assert len(plot(graphs[0]).lines) == 1
     four = compare(graphs[:2], MODEL, workers_per_node=4)
     assert four[1].link_bytes == 4 * MODEL
+
+
+def test_the_graphs_of_a_policy_are_compared_and_drawn_on_given_axes():
+    ada = policy.thinning(8, degree=6, per_epoch=2, epoch_steps=10)
+    table = compare([topology.ring(8), ada])
+    names = ["ring", *(f"thinning {i}: ring_lattice" for i in range(3))]
+    assert [row.name for row in table] == names
+    assert [row.messages for row in table] == [2, 6, 4, 2]
+    axes = plot(ada, labels=["6", "4", "2"])
+    assert plot(topology.ring(8), ax=axes, labels=["mine"]) is axes
+    assert [line.get_label() for line in axes.lines] == ["6", "4", "2", "mine"]
+    with pytest.raises(ValueError, match=r"wanted 3 labels, .* got \['6'\]"):
+        plot(ada, labels=["6"])
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8, 11])

@@ -286,10 +286,7 @@ CALLS = [
     (lambda: topology.from_edges([("a", "b")]), "node_labels_to_integers, got "),
     (lambda: analysis.compare(RING, RING), "got <Topology ring: .* as a list"),
     (lambda: analysis.compare(RING, -1), "a number above 0, got -1"),
-    (
-        lambda: analysis.compare(policy.merged(RING, 2)),
-        "got Policy; of a policy give its",
-    ),
+    (lambda: analysis.compare(3), r"wanted topologies, .*, got int"),
     (lambda: analysis.plot(["ring"]), "wanted a Topology, such as .* got str"),
     (lambda: topology.from_edges([(0, 1, 2)]), r"such as \(0, 1\); .* got \["),
     (lambda: analysis.plot(RING, -1), "num_steps must be at least 0, got"),

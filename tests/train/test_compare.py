@@ -1,5 +1,6 @@
 """Comparisons: seeds as one program against runs of their own, statistics, files."""
 
+import csv
 import json
 import re
 import sys
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from decentjax import topology
 from tests import job_line, line
 from tests.changes import changed, config_file
 from tests.outcomes import outcome
 from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
-from train.compare import _held_out, _varied, _with_fields, compare
+from train.compare import Comparison, _held_out, _varied, _with_fields
 from train.config import (
     GroupExchange,
     LogConfig,
@@ -31,11 +33,11 @@ from train.run.loop import train
 from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.study.clock import Clock
-from train.study.comparison import Entry, holm, statements, table
+from train.study.comparison import Compared, Entry, holm, statements
 from train.study.outcome import SeedsOutcome, kept
 from train.study.replayed import train_by_clock
 from train.study.seeds import draws_of, train_seeds
-from train.study.tune import LOSS, Grid, choose, profiles
+from train.study.tune import LOSS, Candidate, Grid, choose, profiles
 from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -116,12 +118,16 @@ def test_results_of_other_code_are_trained_again(own, capsys):
     assert said not in compared()
 
 
-def test_the_seeds_of_a_task_pair_however_often_its_file_is_read(own):
-    first, second = (load_config(Path(f"{own}:{x}")) for x in ("first", "second"))
-    assert first.task != second.task
+def test_the_seeds_of_a_task_pair_however_its_file_is_named(own):
+    first, second, away = (
+        load_config(Path(f"{file}:{x}"))
+        for file, x in ((own, "first"), (own, "second"), (own.absolute(), "second"))
+    )
     assert draws_of(first, range(3)) == draws_of(second, range(3))
-    away = load_config(Path(f"{own.absolute()}:second"))
-    assert draws_of(first, range(3)) == draws_of(away, range(3))
+    assert second == away
+    own.write_text(OWN.replace("topology.ring", "topology.alone"))
+    edited = load_config(Path(f"{own}:first"))
+    assert edited.topology.build(first.workers) == topology.alone(4)
     other = own.rename("other.py")
     assert draws_of(load_config(Path(f"{other}:first")), range(3)) != draws_of(
         first, range(3)
@@ -130,6 +136,10 @@ def test_the_seeds_of_a_task_pair_however_often_its_file_is_read(own):
 
 def entry(name, scores, draws=None) -> Entry:
     return Entry(name, outcome(scores), draws)
+
+
+def compare(configs, **options) -> None:
+    Comparison(configs=configs, **options).run()
 
 
 def ignore(step: int, words: str) -> None:
@@ -387,7 +397,7 @@ def test_fields_are_options_of_a_comparison():
     for last in (["--seed", "1", "2"], ["--vary", "seed", "1", "2"]):
         rest, varied = _with_fields([*given, *last])
         assert rest == ["digits_*", "--seeds", "2"]
-        assert varied.keywords == {
+        assert varied == {
             "change": ("num-steps=20",),
             "vary": (("optimizer.learning-rate", "1e-3", "3e-3"), ("seed", "1", "2")),
         }
@@ -460,9 +470,17 @@ def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     options = dict(seeds=2, vary=(("optimizer.accum-steps", "1", "2"),), out=tmp_path)
+    names = ["job_line-accum-steps-1", "job_line-accum-steps-2"]
+    of_paper = {"label": (f"{names[0]}=Adam ($n=1$)",), "format": "pdf"}
+    compare((LINE_FILE,), **options, **of_paper)
+    assert "| Adam ($n=1$) |" in capsys.readouterr().out
+    rows = csv.DictReader((tmp_path / "compare.csv").read_text().splitlines())
+    named = [(row["config"], row["label"], row["seed"]) for row in rows]
+    assert named[1:3] == [(names[0], "Adam ($n=1$)", "1"), (names[1], names[1], "0")]
+    assert (tmp_path / "compare.pdf").read_bytes()[:4] == b"%PDF"
     compare((LINE_FILE,), **options)
     first = capsys.readouterr().out
-    names = ["job_line-accum-steps-1", "job_line-accum-steps-2"]
+    assert "`--tune optimizer.accum-steps 1 2` in place of the values" in first
     for name in names:
         kept = json.loads((tmp_path / f"{name}.json").read_text())
         assert kept["config"]["optimizer"]["accum_steps"] == int(name[-1])
@@ -475,9 +493,6 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     assert all(f"{name}: from {tmp_path / name}.json" in again for name in names)
     compare((LINE_FILE,), **options, score="training_loss")
     assert "training_loss" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no score bleu; there are: loss, training_l"):
-        compare((LINE_FILE,), **options, score="bleu")
-    capsys.readouterr()
     # What an earlier version kept, with other results, is trained again.
     path = tmp_path / f"{names[0]}.json"
     kept = json.loads(path.read_text())
@@ -547,13 +562,14 @@ TRIED = {"1": (0.1, 0.8, 0.5), "2": (0.3, 0.9, 0.4), "3": (0.2, 0.9, 0.3)}
     ],
 )
 def test_the_score_that_is_compared_chooses(score, best, by):
-    def tried(config, task, name):
-        loss, top_1, training_loss = TRIED[f"{config.optimizer.learning_rate:g}"]
+    def tried(one):
+        rate = one.config.optimizer.learning_rate
+        loss, top_1, training_loss = TRIED[f"{rate:g}"]
         scores = {"loss": [loss], "top_1": [top_1]}
         return outcome([training_loss], evaluations=[(2, scores)])
 
     grid = Grid(("optimizer.learning-rate",), (tuple(TRIED),))
-    found = choose(LINE, LINE.task.build(), grid, tried, score)
+    found = choose(Candidate(LINE, LINE.task.build(), "a"), grid, tried, score)
     assert found.choice == (best,)
     assert found.score.name == by
 
@@ -682,6 +698,9 @@ def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
         ((LINE_FILE,), {"seeds": 0}, "seeds must be at least 1, got 0"),
         ((LINE_FILE,), {"at_once": 0}, "at_once must be at least 1, got 0"),
         ((LINE_FILE, LINE_FILE), {}, "each config needs a name of its own"),
+        ((LINE_FILE,), {"label": ("line",)}, "--label takes NAME=TEXT, got 'line'"),
+        ((LINE_FILE,), {"label": ("lime=A",)}, "there are job_line"),
+        ((LINE_FILE,), {"score": "bleu"}, "score bleu; there are: loss, training_loss"),
         (
             (Path("digits_d*"), Path("digits_dadam_aer")),
             {},
@@ -827,7 +846,7 @@ def test_seeds_pair_where_model_and_data_are_the_same(section, changes, pairs):
 
 def test_the_table_has_means_and_two_standard_deviations():
     made = outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]})
-    text = table([Entry("a", made, None)], {}, units={"loss": "nats"})
+    text = Compared([Entry("a", made, None)], LOWER, {"loss": "nats"}).table()
     row = (
         "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 | 1.0000 to 4.0000"
     )
@@ -844,8 +863,9 @@ def test_the_figure_has_curves_of_a_score_that_is_evaluated_often():
 
     once, often = made(scores(9, 0.5)), made(scores(3, 0.2), scores(9, 0.5))
     ends = {"a": [step / 10 for step in range(10)]}
-    assert _held_out([once], ends, "spl", "seconds", "held-out spl") == []
-    by_time, by_count = _held_out([often], ends, "spl", "seconds", "held-out spl")
+    spl = Headline("spl", "higher")
+    assert _held_out(Compared([once], spl, ends=ends), "seconds") == []
+    by_time, by_count = _held_out(Compared([often], spl, ends=ends), "seconds")
     assert by_time == ({"a": [(0.3, [0.2]), (0.9, [0.5])]}, "seconds", "held-out spl")
     assert by_count.curves == {"a": [(300, [0.2]), (900, [0.5])]}
     assert by_count.x == "environment steps per worker"
@@ -859,10 +879,32 @@ def test_the_figure_has_curves_of_a_score_that_is_evaluated_often():
 
 
 def test_single_workers_are_compared_by_the_headline():
+    scores = [(2, {"spl": [0.5], "return": [3.0]})]
     workers = {"return": [[1.0, 2.0]], "spl": [[0.25, 0.75]]}
-    one = Entry("a", outcome([2.0], workers=workers), None)
-    assert "| 0.2500 to 0.7500 |" in table([one], {}, headline="spl")
-    assert "| spl of workers |" in table([one], {}, headline="spl")
+    one = Entry("a", outcome([2.0], evaluations=scores, workers=workers), None)
+    text = Compared([one], Headline("spl", "higher")).table()
+    assert "| 0.2500 to 0.7500 |" in text
+    assert "| spl of workers |" in text
+
+
+def test_the_best_mean_is_bold_and_each_seed_has_its_numbers():
+    entries = [
+        Entry("A", outcome([1.0, 3.0]), None, config="a"),
+        Entry("B", outcome([1.5, 2.0]), None, config="b"),
+    ]
+    lower, higher = (
+        Compared(entries, Headline("loss", better), ends={"A": [0, 7.0], "B": [0, 9.0]})
+        for better in ("lower", "higher")
+    )
+    assert "| B | **1.7500 ± 0.7071** | 1.7500 ± 0.7071 |" in lower.table()
+    assert "| A | **2.0000 ± 2.8284** | 2.0000 ± 2.8284 |" in higher.table()
+    assert "**" not in Compared(entries[:1], LOWER).table()
+    head, *rows = lower._replace(is_timed=True).rows(range(5, 7))
+    assert dict(zip(head, rows[3], strict=True)) == {
+        **{"config": "b", "label": "B", "seed": 6, "loss": 2.0, "training_loss": 2.0},
+        **{"steps": 2, "seconds": 1.0, "simulated_seconds": 9.0},
+        "consensus_distance": 0.5,
+    }
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from train.advise.setting import Setting
 from train.advise.time_to_loss import Contender, finishes, fitting, flags_of, turns
 from train.cli.progress import over
 from train.cli.tables import aligned, counted, write_json
-from train.config import Config
 from train.figures.advice_figure import draw_speed_ups
 from train.figures.page import Section, html_table, write_page
 from train.figures.timeline_figure import draw_timelines
@@ -228,11 +227,11 @@ def say_race(
     if not contenders:
         return {}
     found, changes = finishes(setting, contenders), turns(setting, contenders)
-    configs = {one.name: one.config for one in contenders}
+    by_name = {one.name: one for one in contenders}
     cells = [
         [
             one.name,
-            _graph(configs[one.name]),
+            _graph(by_name[one.name]),
             f"{one.steps:.0f}",
             f"{1e3 * one.step:.1f}",
             f"{one.seconds:.4g}",
@@ -245,7 +244,7 @@ def say_race(
     title = f"time to one loss, by steps that were measured with {measured}"
     first = found[0].name
     console.print("", aligned(heads, cells, 2, bold=first, title=title), sep="\n")
-    flags = flags_of(configs[first], setting.overlap)
+    flags = flags_of(by_name[first], setting.overlap)
     console.print(f"\nadvice by the time to the loss: {first}")
     console.print(f"  {_command(setting, flags)}")
     for turn in changes:
@@ -334,7 +333,8 @@ def draw_steps(setting: Setting, row: Prediction, topology: Topology) -> Figure:
     return draw_timelines(timelines, seconds, "worker")
 
 
-def _graph(config: Config) -> str:
+def _graph(one: Contender) -> str:
+    config = one.config
     return "" if build_method(config).sends_gradients else config.topology.name
 
 

@@ -73,7 +73,7 @@ def measure(config: Config, num_steps: int) -> Setting:
         trace = _compute_times(run, mesh, num_steps)
     exchanges = _Exchanges(run, mesh)
     with console.status("sending"):
-        cluster = _cluster(local, exchanges)
+        cluster = _cluster(exchanges, local)
     measured: dict[Topology | None, float] = {None: exchanges.all_reduce()}
     for _, topology in over(fit, "exchanging", console):
         if not console.is_terminal:
@@ -203,14 +203,14 @@ def _compute_times(run: Run, mesh: Mesh, num_steps: int) -> np.ndarray:
     return trace
 
 
-def _cluster(local: int, exchanges: _Exchanges) -> Cluster:
+def _cluster(exchanges: _Exchanges, local: int) -> Cluster:
     """Measures rates and latencies: a mean inside nodes, a message between them.
 
     A tiny exchange takes the latency alone, so the rate is that of the rest.
 
     Args:
-      local: number of workers of a node.
       exchanges: what measures them.
+      local: number of workers of a node.
     """
     num_nodes = exchanges.num_workers // local
     inside = between = math.inf

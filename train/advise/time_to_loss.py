@@ -100,7 +100,7 @@ def fitting(
     fit, unfit = [], {}
     for one in contenders:
         try:
-            step_seconds(setting, one.config)
+            step_seconds(setting, one)
             fit.append(one)
         except ValueError as error:
             unfit[one.name] = str(error)
@@ -114,8 +114,7 @@ def finishes(setting: Setting, contenders: list[Contender]) -> list[Finish]:
       ValueError: if a method's topology does not fit the cluster.
     """
     found = [
-        Finish(one.name, one.steps, step_seconds(setting, one.config))
-        for one in contenders
+        Finish(one.name, one.steps, step_seconds(setting, one)) for one in contenders
     ]
     return sorted(found, key=lambda one: one.seconds)
 
@@ -142,15 +141,15 @@ def turns(setting: Setting, contenders: list[Contender]) -> list[Crossover]:
     return found
 
 
-def step_seconds(setting: Setting, config: Config) -> float:
-    """Returns the predicted seconds of a step of a config's method.
+def step_seconds(setting: Setting, one: Contender) -> float:
+    """Returns the predicted seconds of a step of a method.
 
     The workers, model and compute times are those of the setting.
 
     Raises:
       ValueError: if its topology does not fit the cluster.
     """
-    cluster, job = setting.cluster, setting.job
+    cluster, job, config = setting.cluster, setting.job, one.config
     method = build_method(config)
     if method.sends_gradients:
         return setting.simulate(None, STEPS, 0).seconds_per_step()
@@ -171,9 +170,9 @@ def step_seconds(setting: Setting, config: Config) -> float:
     return setting.simulate(topology, steps, 0).seconds_per_step()
 
 
-def flags_of(config: Config, overlap: Overlap) -> str:
-    """Returns the options of `decentjax train` that select a config's method."""
-    method = build_method(config)
+def flags_of(one: Contender, overlap: Overlap) -> str:
+    """Returns the options of `decentjax train` that select a method."""
+    config, method = one.config, build_method(one.config)
     options: dict[str, Any] = {
         "optimizer.name": config.optimizer.name,
         "step.algorithm": method.name,

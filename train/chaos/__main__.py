@@ -22,7 +22,7 @@ from train.cli.read import from_options
 from train.cli.tables import markdown, to_json
 from train.cli.times import left
 from train.figures.members_figure import draw_members
-from train.figures.style import save_svg
+from train.figures.style import save_figure
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.plain_files import write_whole
 from train.run.history import read_history
@@ -246,7 +246,7 @@ def _elastic(
     if hits:
         history = read_history(bench.out / "elastic")
         marks = [(hit.time, hit.process, hit.name) for hit in hits]
-        save_svg(draw_members(history.parts(), marks), bench.out / "chaos.svg")
+        save_figure(draw_members(history.parts(), marks), bench.out / "chaos.svg")
     return [row for row in rows.values() if row.injected]
 
 

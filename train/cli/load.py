@@ -34,7 +34,7 @@ def load_config(path: Path) -> "Config":
     from train.config import Config  # Takes seconds, and not all commands need it.
 
     file, name = find_config(path)
-    module = load_file(file, "config file", str(file))
+    module = load_file(file, "config file")
     configs = {x: one for x, one in vars(module).items() if isinstance(one, Config)}
     # By the name of its variable or, as a family's `config` has another, by its own.
     named = {one.name: one for one in configs.values()}
@@ -69,7 +69,7 @@ def own_sinks(path: Path, what: str = "config file") -> list[Any]:
       ValueError: if they are no functions.
     """
     path, _ = find_config(path)
-    module = sys.modules.get(str(path)) or load_file(path, what, str(path))
+    module = load_file(path, what)
     sinks = getattr(module, "sinks", [])
     if not (isinstance(sinks, list | tuple) and all(map(callable, sinks))):
         raise ValueError(f"{path} must define `sinks` as functions, got {sinks!r}")
@@ -111,7 +111,7 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
       FileNotFoundError: if there is no such file.
       ValueError: if its value is no `kind`, or the file raises an error, with the line.
     """
-    value = getattr(load_file(path, f"{name} file", str(path)), name, None)
+    value = getattr(load_file(path, f"{name} file"), name, None)
     if not isinstance(value, kind):
         kinds = typing.get_args(kind) or (kind,)
         wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
@@ -134,7 +134,7 @@ def load_function(place: str, what: str) -> Any:
     file, _, name = place.rpartition(":")
     if not (file and name.isidentifier()):
         raise ValueError(f"{what} takes FILE.py:NAME, a function of yours, got {place}")
-    module = sys.modules.get(file) or _load(file, what)
+    module = _load(file, what)
     found = getattr(module, name, None)
     if not callable(found):
         known = [x for x, one in vars(module).items() if inspect.isfunction(one)]
@@ -146,20 +146,27 @@ def load_function(place: str, what: str) -> Any:
 
 def _load(source: str, what: str) -> ModuleType:
     if source.endswith(".py"):
-        return load_file(Path(source), f"{what} file", source)
+        return load_file(Path(source), f"{what} file")
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         raise ValueError(f"{what} {source} is no module or file: {error}") from error
 
 
-def load_file(path: Path, what: str, module_name: str) -> ModuleType:
-    """Runs a file of Python, and returns it as a module.
+# By its real path, the module of a file, and the text that has run.
+_LOADED: dict[Path, tuple[ModuleType, bytes]] = {}
+
+
+def load_file(path: Path, what: str, module_name: str | None = None) -> ModuleType:
+    """Returns a file of Python as a module; it runs once, unless its text changes.
+
+    So all configs of a file have the same classes and functions.
 
     Args:
       path: the file.
       what: what it is called in errors.
-      module_name: name of the module, which a run keeps for the classes of the file.
+      module_name: name of the module, which a run keeps for the classes of the file; by
+        default the path by which the file was loaded first.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -169,7 +176,13 @@ def load_file(path: Path, what: str, module_name: str) -> ModuleType:
         raise no_file(what, path)
     if path.suffix != ".py":
         raise ValueError(f"a {what} must be a Python file NAME.py, got {path}")
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    real, text = path.resolve(), path.read_bytes()
+    if real in _LOADED:
+        known, has_run = _LOADED[real]
+        is_here = sys.modules.get(known.__name__) is known
+        if has_run == text and is_here and module_name in (None, known.__name__):
+            return known
+    spec = importlib.util.spec_from_file_location(module_name or str(path), path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -182,9 +195,10 @@ def load_file(path: Path, what: str, module_name: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # Also sys.exit(), which must not end the command.
-        text = error.msg if isinstance(error, SyntaxError) else error
+        said = error.msg if isinstance(error, SyntaxError) else error
         where = f"{path}{_line(path, error)}"
-        raise ValueError(f"{where}: {type(error).__name__}: {text}") from error
+        raise ValueError(f"{where}: {type(error).__name__}: {said}") from error
+    _LOADED[real] = module, text
     return module
 
 

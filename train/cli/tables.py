@@ -1,6 +1,8 @@
 """How results are shown and written: tables, and facts as JSON."""
 
+import csv
 import dataclasses
+import io
 import json
 import math
 import platform
@@ -22,6 +24,13 @@ def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     return "\n".join(lines)
+
+
+def to_csv(rows: Iterable[Iterable[Any]]) -> str:
+    """Returns rows as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def aligned(

@@ -8,11 +8,12 @@ Learning (2025), whose code is not public.
 """
 
 import contextlib
-import functools
+import dataclasses
 import math
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -27,38 +28,21 @@ from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
 from train.cli.read import from_options
 from train.cli.tables import counted
-from train.dbench.cells import Result, num_steps_of, train_cell
+from train.dbench.cells import Result, Training
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
-from train.dbench.grid import (
-    Cell,
-    HeldBatch,
-    Scaling,
-    make_cells,
-    say_left_out,
-    with_own,
-)
+from train.dbench.grid import Cell, Graphs, HeldBatch, Scaling
+from train.figures.style import Format
 from train.job.distributed import fail_stop, leave, start
-from train.study.tune import Grid, read_grid
-from train.tasks.task import Task, build_task
+from train.study.tune import read_grid
+from train.tasks.task import build_task
 
 RATE = "optimizer.learning-rate"
 GRAPHS = ("all_reduce", "complete", "exponential", "torus", "ring")
 
 
-def dbench(
-    config: Annotated[Path, tyro.conf.Positional],
-    graphs: tuple[str, ...] = GRAPHS,
-    workers: tuple[int, ...] = (8, 16, 32),
-    seeds: int = 3,
-    first_seed: int = 0,
-    batch: HeldBatch = "local",
-    scaling: Scaling = "none",
-    tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
-    change: Changes = (),
-    minutes: float | None = None,
-    out: Path = Path("runs/dbench"),
-) -> list[Result]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DBench:
     """Trains a config over graphs and scales, and reports accuracy and dispersion.
 
     All workers and seeds of a cell are simulated as one program, or with
@@ -92,60 +76,88 @@ def dbench(
       change: FIELD=VALUE of the config.
       minutes: the longest time that the grid may take; it is rejected if more is
         expected.
+      format: format of the figures that are files.
       out: folder for results, report.html and CSV files.
-
-    Returns:
-      The results, by scale and graph.
 
     Raises:
       ValueError: if a name is unknown, rules contradict each other, or the workers do
         not fit into memory or the time.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds must be at least 1, got {seeds}")
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes must be positive, got {minutes}")
-    base, _ = with_changes(load_config(config), change)
-    grid = read_grid(tune, base)
-    if scaling != "none" and RATE in grid.fields:
-        raise ValueError(
-            f"--scaling {scaling} sets the learning rate that --tune chooses: leave "
-            "one of them out"
-        )
-    graphs = with_own(base, graphs)
-    cells = make_cells(base, graphs, workers, batch, scaling)
-    numbers = range(first_seed, first_seed + seeds)
-    with contextlib.ExitStack() as stack:
-        if base.distributed.enabled:
-            stack.enter_context(fail_stop())
-            start(base.distributed, max(workers))
-            cells = [_of_job(cell) for cell in cells]
-        elif base.workers.where == "mesh":
-            provide_cpu_devices(max(workers))
-        task = build_task(base.task)
-        some = [cell for cell in cells if cell.config is not None]
-        expected = check_cost(some, task, seeds, grid.most, minutes)
-        is_first = jax.process_index() == 0
+
+    config: Annotated[Path, tyro.conf.Positional]
+    graphs: tuple[str, ...] = GRAPHS
+    workers: tuple[int, ...] = (8, 16, 32)
+    seeds: int = 3
+    first_seed: int = 0
+    batch: HeldBatch = "local"
+    scaling: Scaling = "none"
+    tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
+    change: Changes = ()
+    minutes: float | None = None
+    format: Format = "svg"
+    out: Path = Path("runs/dbench")
+
+    def __post_init__(self):
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be positive, got {self.minutes}")
+
+    def run(self) -> list[Result]:
+        """Trains what is missing, and writes and prints the report.
+
+        Returns:
+          The results, by scale and graph.
+        """
+        base, _ = with_changes(load_config(self.config), self.change)
+        grid = read_grid(self.tune, base)
+        if self.scaling != "none" and RATE in grid.fields:
+            raise ValueError(
+                f"--scaling {self.scaling} sets the learning rate that --tune chooses: "
+                "leave one of them out"
+            )
+        graphs = Graphs(base, self.graphs)
+        cells = graphs.cells(self.workers, self.batch, self.scaling)
+        seeds = range(self.first_seed, self.first_seed + self.seeds)
+        with _devices(graphs, max(self.workers)):
+            if base.distributed.enabled:
+                cells = [_of_job(cell) for cell in cells]
+            training = Training(build_task(base.task), seeds, grid, self.out)
+            some = [cell for cell in cells if cell.config is not None]
+            expected = check_cost(some, training, self.minutes)
+            if is_first := jax.process_index() == 0:
+                self.out.mkdir(parents=True, exist_ok=True)
+                # Of steps alone: compiling and scores are not in the estimate.
+                minutes = counted(math.ceil(expected), "minute")
+                print(f"{counted(len(some), 'cell')}, about {minutes} if all are new")
+                if left_out := graphs.left_out():
+                    print(left_out)
+            results = []
+            for number, cell in enumerate(cells, 1):
+                name = f"{cell.name} ({number} of {len(cells)})"
+                results.append(_run(name, cell, training))
+            leave()
         if is_first:
-            out.mkdir(parents=True, exist_ok=True)
-            # Of steps alone: compiling and scores are not in the estimate.
-            minutes_all = counted(math.ceil(expected), "minute")
-            print(f"{counted(len(some), 'cell')}, about {minutes_all} if all are new")
-            if left_out := say_left_out(base, graphs):
-                print(left_out)
-        results = []
-        for number, cell in enumerate(cells, 1):
-            name = f"{cell.name} ({number} of {len(cells)})"
-            results.append(_run(name, cell, task, numbers, grid, out))
-        leave()
-    if is_first:
-        print(write_report(base, results, numbers, grid, task, out))
-    return results
+            title = f"{base.name}: graphs and scales"
+            print(write_report(title, results, training, self.format))
+        return results
 
 
-def _run(
-    name: str, cell: Cell, task: Task, seeds: range, grid: Grid, out: Path
-) -> Result:
+@contextlib.contextmanager
+def _devices(graphs: Graphs, num_workers: int) -> Iterator[None]:
+    """The devices of a job, or one for each worker, if the config asks for them."""
+    config = graphs.config
+    if config.distributed.enabled:
+        with fail_stop():
+            start(config.distributed, num_workers)
+            yield
+        return
+    if config.workers.where == "mesh":
+        provide_cpu_devices(num_workers)
+    yield
+
+
+def _run(name: str, cell: Cell, training: Training) -> Result:
     is_first = jax.process_index() == 0
     if cell.config is None:
         if is_first:
@@ -156,9 +168,9 @@ def _run(
         with contextlib.ExitStack() as stack:
             report = _say_nothing
             if is_first:
-                steps = num_steps_of(cell, len(seeds), grid)
+                steps = training.num_steps(cell)
                 report = stack.enter_context(progress(name, steps))
-            return train_cell(cell, task, seeds, grid, out, report)
+            return training.train(cell, report)
     except Exception as error:
         # What only this process has met would leave the others of its job waiting.
         if jax.process_count() > 1 and not isinstance(error, FloatingPointError):
@@ -191,12 +203,13 @@ if __name__ == "__main__":
         options, changes = as_changes(
             sys.argv[1:], topology_name="graphs", workers_num_workers="workers"
         )
-        done = from_options(
-            functools.partial(dbench, change=changes),
+        given = from_options(
+            DBench,
             prog="decentjax dbench",
             args=options,
             also=FIELDS,
             config=AS_OPTIONS,
         )
+        done = dataclasses.replace(given, change=changes).run()
         if any(result.error for result in done):
             raise SystemExit(FAILED)

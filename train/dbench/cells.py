@@ -1,15 +1,14 @@
-"""One cell of the grid: trained at its own best, and kept."""
+"""Cells of the grid: each trained at its own best, and kept."""
 
 from pathlib import Path
 from typing import NamedTuple
 
-from train.config import Config
 from train.dbench.grid import Cell
 from train.run.place import build_place
 from train.run.setup import make_run
 from train.study.outcome import Report, SeedsOutcome, kept
 from train.study.seeds import seeds_at_once, train_seeds
-from train.study.tune import Best, Grid, choose
+from train.study.tune import Best, Candidate, Grid, choose
 from train.tasks.task import Task
 
 
@@ -34,53 +33,60 @@ class Result(NamedTuple):
         return self.cell.reason or self.error
 
 
-def num_steps_of(cell: Cell, num_seeds: int, grid: Grid) -> int:
-    """Returns the number of steps that a cell trains, for a progress line."""
-    assert cell.config is not None
-    tries = grid.most * cell.config.num_steps
-    return tries + _num_steps(cell.config, num_seeds)
-
-
-def train_cell(
-    cell: Cell, task: Task, seeds: range, grid: Grid, out: Path, report: Report
-) -> Result:
-    """Trains a cell, or reads what an earlier call has kept of just this.
+class Training(NamedTuple):
+    """How all cells are trained.
 
     Args:
-      cell: the cell, with a config.
       task: the task, built once for all cells, whose programs are then shared.
-      seeds: seeds of the result; the next one chooses among the values.
-      grid: fields and values to choose from.
+      seeds: seeds of the results; the next one chooses among the values.
+      grid: fields and values that each cell chooses from.
       out: folder of the results.
-      report: function of the number of steps done and a phrase.
     """
-    assert cell.config is not None
-    done = 0
 
-    def train(config: Config, task: Task, name: str, of: range) -> SeedsOutcome:
-        nonlocal done
-        before, done = done, done + _num_steps(config, len(of))
+    task: Task
+    seeds: range
+    grid: Grid
+    out: Path
 
-        def report_all(step: int, words: str) -> None:
-            report(before + step, words)
+    def num_steps(self, cell: Cell) -> int:
+        """Returns the number of steps that a cell trains, for a progress line."""
+        one = self._candidate(cell)
+        tries = self.grid.most * one.config.num_steps
+        return tries + _num_steps(one, self.seeds)
 
-        def run() -> SeedsOutcome:
-            return train_seeds(
-                make_run(config, build_place(config), task), of, report_all
-            )
+    def train(self, cell: Cell, report: Report) -> Result:
+        """Trains a cell, or reads what an earlier call has kept of just this.
 
-        outcome = kept(out / f"{name}.json", config, of, run)
-        report(done, "done")
-        return outcome
+        Args:
+          cell: the cell, with a config.
+          report: function of the number of steps done and a phrase.
+        """
+        done, last = 0, range(self.seeds.stop, self.seeds.stop + 1)
 
-    def try_one(config: Config, task: Task, name: str) -> SeedsOutcome:
-        last = range(seeds.stop, seeds.stop + 1)
-        return train(config, task, f"{cell.name}-{name}", last)
+        def train(one: Candidate, seeds: range) -> SeedsOutcome:
+            nonlocal done
+            before, done = done, done + _num_steps(one, seeds)
 
-    best = choose(cell.config, task, grid, try_one)
-    name = grid.results(cell.name)
-    return Result(cell, train(best.config, best.task, name, seeds), best)
+            def report_all(step: int, words: str) -> None:
+                report(before + step, words)
+
+            def train_now() -> SeedsOutcome:
+                run = make_run(one.config, build_place(one.config), one.task)
+                return train_seeds(run, seeds, report_all)
+
+            outcome = kept(self.out / f"{one.name}.json", one.config, seeds, train_now)
+            report(done, "done")
+            return outcome
+
+        one = self._candidate(cell)
+        best = choose(one, self.grid, lambda some: train(some, last))
+        return Result(cell, train(best.candidate, self.seeds), best)
+
+    def _candidate(self, cell: Cell) -> Candidate:
+        assert cell.config is not None
+        return Candidate(cell.config, self.task, cell.name)
 
 
-def _num_steps(config: Config, num_seeds: int) -> int:
-    return config.num_steps * (num_seeds // seeds_at_once(config, num_seeds))
+def _num_steps(one: Candidate, seeds: range) -> int:
+    at_once = seeds_at_once(one.config, len(seeds))
+    return one.config.num_steps * (len(seeds) // at_once)

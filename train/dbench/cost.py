@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from train.config import Config
+from train.dbench.cells import Training
 from train.dbench.grid import Cell
 from train.run.setup import make_run
 from train.study.seeds import seeds_at_once
@@ -33,11 +33,7 @@ class Cost(NamedTuple):
 
 
 def check_cost(
-    cells: Sequence[Cell],
-    task: Task,
-    num_seeds: int,
-    num_values: int,
-    minutes: float | None,
+    cells: Sequence[Cell], training: Training, minutes: float | None
 ) -> float:
     """Returns the minutes that training the cells would take.
 
@@ -46,24 +42,22 @@ def check_cost(
 
     Args:
       cells: cells with configs.
-      task: their task.
-      num_seeds: number of seeds that are trained at once.
-      num_values: number of values that each cell tries with one seed more.
+      training: how they are trained.
       minutes: the most that they may take; None for any.
 
     Raises:
       ValueError: if the largest needs more memory than is free, or all take longer.
     """
+    num_seeds = len(training.seeds)
     of_batches: dict[int, Cost] = {}
     needed, seconds = {}, 0.0
     for cell in cells:
         assert cell.config is not None
-        size, count = cell.config.step.batch_per_worker, cell.num_workers
+        size = cell.config.step.batch_per_worker
         if size not in of_batches:
-            of_batches[size] = _measure(cell.config, task)
-        cost, runs = of_batches[size], num_seeds + num_values
-        at_once = seeds_at_once(cell.config, num_seeds)
-        count = _on_a_device(cell.config, count)
+            of_batches[size] = _measure(cell, training.task)
+        cost, runs = of_batches[size], num_seeds + training.grid.most
+        at_once, count = seeds_at_once(cell.config, num_seeds), _on_a_device(cell)
         needed[cell.name] = at_once * count * cost.num_bytes
         seconds += runs * count * cost.seconds * cell.config.num_steps
     name = max(needed, key=lambda name: needed[name], default="")
@@ -82,8 +76,10 @@ def check_cost(
     return seconds / 60
 
 
-def _on_a_device(config: Config, num_workers: int) -> int:
+def _on_a_device(cell: Cell) -> int:
     """How many workers share what is measured: a device, or the processors."""
+    config, num_workers = cell.config, cell.num_workers
+    assert config is not None
     if config.workers.where != "mesh" and jax.process_count() == 1:
         return num_workers
     if jax.default_backend() != "cpu":
@@ -91,7 +87,9 @@ def _on_a_device(config: Config, num_workers: int) -> int:
     return math.ceil(num_workers / jax.process_count())
 
 
-def _measure(config: Config, task: Task) -> Cost:
+def _measure(cell: Cell, task: Task) -> Cost:
+    config = cell.config
+    assert config is not None
     run = make_run(config, task=task)
     state = jax.tree.map(lambda x: x[0], run.first_state([0]))
     shapes = task.batch_shape(config.step.batch_per_worker)

@@ -1,63 +1,59 @@
 """The report of a grid: tables, claims, figures, and CSV files."""
 
-import csv
 import html
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from train.cli.tables import label, markdown, words
-from train.config import Config
-from train.dbench.cells import Result
+from decentjax.topology import matrices
+from train.cli.tables import label, markdown, to_csv, words
+from train.dbench.cells import Result, Training
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
 from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
 from train.figures.page import Section, html_table, write_page
+from train.figures.style import Format
+from train.plain_files import write_whole
+from train.run.method import build_method
 from train.study.comparison import spread
-from train.study.tune import Grid
-from train.tasks.task import Headline, Task
+from train.tasks.task import Headline
 
 MOST_MAPS = 6
 
 
 def write_report(
-    base: Config,
-    results: Sequence[Result],
-    seeds: range,
-    grid: Grid,
-    task: Task,
-    out: Path,
+    title: str, results: Sequence[Result], training: Training, kind: Format
 ) -> str:
     """Writes report.html, dbench.md and the CSV files; returns the text.
 
     Args:
-      base: config of all cells.
+      title: title of the page.
       results: the result of each cell.
-      seeds: seeds of the results.
-      grid: the fields that each cell has chosen, if any.
-      task: the task, with its main score and units.
-      out: folder.
+      training: how they were trained.
+      kind: format of the figures that are files.
     """
-    headline, (heads, rows) = task.headline, table(results, task, grid)
+    headline, out = training.task.headline, training.out
+    heads, rows = table(results, training)
     said = [_say(claim) for claim in claims(results, headline)]
     lines = [markdown(heads, rows), *said]
-    (out / "dbench.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(out / "dbench.md", "\n\n".join(lines) + "\n")
     done = [one for one in results if one.outcome is not None]
-    _write_scores(done, headline, seeds, out / "dbench.csv")
-    _write_dispersion(done, seeds, out / "dispersion.csv")
+    write_whole(out / "dbench.csv", to_csv(_scores(done, training)))
+    write_whole(out / "dispersion.csv", to_csv(_dispersion(done, training.seeds)))
     items = "".join(f"<li>{html.escape(line)}</li>" for line in said)
     text = f"{html_table(heads, rows)}<ul>{items}</ul>"
     sections = [Section("Results", None, text), *_figures(done, headline)]
     page = out / "report.html"
-    write_page(f"{base.name}: graphs and scales", sections, page, out / "figures")
+    write_page(title, sections, page, out / "figures", kind)
     return "\n\n".join([*lines, f"page    {page}"])
 
 
 def table(
-    results: Sequence[Result], task: Task, grid: Grid
+    results: Sequence[Result], training: Training
 ) -> tuple[list[str], list[list[str]]]:
     """Returns heads and rows: a row for each cell, with two standard deviations."""
-    headline, units = task.headline, task.units
+    headline, units = training.task.headline, training.task.units
+    grid = training.grid
     heads = ["graph", "workers", label(headline.name, units), "worst worker"]
     heads += [label("training_loss", units), "connections", "kB per worker"]
     heads += ["kB per link", "gini, early", "late"]
@@ -73,7 +69,7 @@ def table(
             spread(accuracy(one.outcome, headline)),
             f"{headline.worst(map(headline.worst, of_workers)):.4f}",
             spread(one.outcome.training_loss),
-            f"{np.mean(one.outcome.sent['connections']):.3g}",
+            _connections(one),
             f"{np.mean(one.outcome.sent['per worker']) / 1e3:.4g}",
             f"{np.mean(one.outcome.sent['per link']) / 1e3:.4g}",
             f"{np.mean(early(one)):.2e}",
@@ -81,6 +77,18 @@ def table(
         ]
         rows.append([*row, *(grid.say(one.best.choice) if one.best else [])])
     return heads, rows
+
+
+def _connections(one: Result) -> str:
+    """Connections of a worker, a mean over the steps; of a policy with their range."""
+    assert one.cell.config is not None
+    assert one.outcome is not None
+    mean = f"{np.mean(one.outcome.sent['connections']):.3g}"
+    policy = build_method(one.cell.config).policy
+    if policy is None:
+        return mean
+    found = [(x != 0).sum() / len(x) - 1 for x in matrices(policy.menu)]
+    return f"{mean} of {min(found):.3g} to {max(found):.3g}"
 
 
 def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
@@ -145,49 +153,43 @@ def _say(claim: Claim) -> str:
     )
 
 
-def _write_scores(
-    done: Sequence[Result], headline: Headline, seeds: range, path: Path
-) -> None:
-    """A row for each cell and seed."""
+def _scores(done: Sequence[Result], training: Training) -> Iterator[list[Any]]:
+    """Yields a head, and a row for each cell and seed."""
+    headline = training.task.headline
     heads = ["graph", "workers", "seed", headline.name, "training_loss"]
     heads += ["consensus_distance", "connections", "bytes_per_worker", "bytes_per_link"]
-    heads += ["early_gini", "late_gini", "chosen"]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(heads)
-        for one in done:
-            outcome = one.outcome
-            assert outcome is not None
-            sent, choice = outcome.sent, one.best.choice if one.best else ()
-            columns = zip(
-                accuracy(outcome, headline),
-                outcome.training_loss,
-                outcome.consensus_distance,
-                sent["connections"],
-                sent["per worker"],
-                sent["per link"],
-                early(one),
-                late(one),
-                strict=True,
-            )
-            for seed, values in zip(seeds, columns, strict=True):
-                start = [one.cell.graph, one.cell.num_workers, seed]
-                writer.writerow([*start, *values, " ".join(choice)])
+    yield [*heads, "early_gini", "late_gini", "chosen"]
+    for one in done:
+        outcome = one.outcome
+        assert outcome is not None
+        sent, choice = outcome.sent, one.best.choice if one.best else ()
+        columns = zip(
+            accuracy(outcome, headline),
+            outcome.training_loss,
+            outcome.consensus_distance,
+            sent["connections"],
+            sent["per worker"],
+            sent["per link"],
+            early(one),
+            late(one),
+            strict=True,
+        )
+        for seed, values in zip(training.seeds, columns, strict=True):
+            start = [one.cell.graph, one.cell.num_workers, seed]
+            yield [*start, *values, " ".join(choice)]
 
 
-def _write_dispersion(done: Sequence[Result], seeds: range, path: Path) -> None:
-    """A row for each cell, seed, step and tensor, with all measures."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer, head = csv.writer(file), ["graph", "workers", "seed", "step", "tensor"]
-        for one in done:
-            assert one.outcome is not None
-            for step, measures in one.outcome.dispersion:
-                if head:
-                    writer.writerow([*head, *measures])
-                    head = []
-                values = np.array(list(measures.values()))  # [measures, K, L]
-                for row, place in np.ndindex(values.shape[1:]):
-                    tensor = one.outcome.tensors[place]
-                    start = [one.cell.graph, one.cell.num_workers, seeds[row]]
-                    found = values[:, row, place].tolist()
-                    writer.writerow([*start, step, tensor, *found])
+def _dispersion(done: Sequence[Result], seeds: range) -> Iterator[list[Any]]:
+    """Yields a head, and a row for each cell, seed, step and tensor: all measures."""
+    head = ["graph", "workers", "seed", "step", "tensor"]
+    for one in done:
+        assert one.outcome is not None
+        for step, measures in one.outcome.dispersion:
+            if head:
+                yield [*head, *measures]
+                head = []
+            values = np.array(list(measures.values()))  # [measures, K, L]
+            for row, place in np.ndindex(values.shape[1:]):
+                tensor = one.outcome.tensors[place]
+                start = [one.cell.graph, one.cell.num_workers, seeds[row]]
+                yield [*start, step, tensor, *values[:, row, place].tolist()]

@@ -1,8 +1,8 @@
 """The cells of a grid: a graph at a scale, as a config."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from train.cli.changes import with_fields
@@ -49,78 +49,122 @@ class Cell(NamedTuple):
         return f"{re.sub('[^A-Za-z0-9_]+', '-', self.graph)}-{self.num_workers}"
 
 
-def make_cells(
-    config: Config,
-    graphs: tuple[str, ...],
-    workers: tuple[int, ...],
-    batch: HeldBatch,
-    scaling: Scaling,
-) -> list[Cell]:
-    """Returns the cells, by scale and graph.
+@dataclasses.dataclass(frozen=True)
+class Graphs:
+    """The graphs of a grid, by name.
 
     Args:
       config: config whose number of workers, batch and learning rate are the base.
-      graphs: names of graphs, see `graph_fields`.
-      workers: numbers of workers.
-      batch: whether a worker's batch stays, or that of all workers together.
-      scaling: power of N over the base by which the learning rate is scaled.
-
-    Raises:
-      ValueError: if a name is unknown, or the rules contradict each other.
+      given: names of graphs, see `graph_fields`.
     """
-    if config.optimizer.schedule is not None and scaling != "none":
-        raise ValueError(
-            f"--scaling {scaling} scales optimizer.learning-rate, but the config has "
-            "its own schedule: leave out one of them"
+
+    config: Config
+    given: tuple[str, ...]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The graphs, with the config's own function under its name.
+
+        It comes first where it is not among them as "own".
+        """
+        make = self.config.method or self.config.topology.make
+        if make is None:
+            return self.given
+        place = place_of(make)
+        named = [
+            re.sub(rf"^{OWN}(?=@|$)", lambda _: place, name) for name in self.given
+        ]
+        has_own = any(name.partition("@")[0] == place for name in named)
+        return (*named,) if has_own else (place, *named)
+
+    def left_out(self) -> str | None:
+        """Says that no graph is the config's own with its policy, if that is so."""
+        if self.config.method is not None:
+            return None
+        named = {graph.partition("@")[0] for graph in self.names}
+        wanted = graph_fields(self.config, OWN)
+        if wanted in [graph_fields(self.config, name) for name in named]:
+            return None
+        name, policy = self.config.topology.name, self.config.policy
+        also = (
+            "" if isinstance(policy, FixedPolicy) else f" by the policy {policy.name}"
         )
-    if batch == "global" and scaling != "none":
-        raise ValueError(
-            f"--scaling {scaling} follows the batch of all workers, which --batch "
-            "global holds: leave one of them out"
-        )
-    if config.is_apart:
-        raise ValueError(
-            "all workers of a grid train in lockstep: use --exchange auto, "
-            "or for peers decentjax compare with --clock"
-        )
-    for name, given in (("graphs", graphs), ("workers", workers)):
-        if not given or len(set(given)) < len(given):
-            raise ValueError(f"--{name} needs different values, got {given}")
-    if min(workers) < 1:
-        raise ValueError(f"--workers must be at least 1 each, got {workers}")
-    # A name that is unknown is an error before anything runs.
-    fields = {graph: graph_fields(config, graph) for graph in graphs}
-    return [
-        _cell(config, graph, fields[graph], count, batch, POWERS[scaling])
-        for count in workers
-        for graph in graphs
-    ]
+        return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
 
+    def cells(
+        self, workers: tuple[int, ...], batch: HeldBatch, scaling: Scaling
+    ) -> list[Cell]:
+        """Returns the cells, by scale and graph.
 
-def with_own(config: Config, graphs: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the graphs, with the config's own function under its name.
+        Args:
+          workers: numbers of workers.
+          batch: whether a worker's batch stays, or that of all workers together.
+          scaling: power of N over the base by which the learning rate is scaled.
 
-    It comes first where it is not among them as "own".
-    """
-    make = config.method or config.topology.make
-    if make is None:
-        return graphs
-    place = place_of(make)
-    named = tuple(re.sub(rf"^{OWN}(?=@|$)", lambda _: place, name) for name in graphs)
-    has_own = any(name.partition("@")[0] == place for name in named)
-    return named if has_own else (place, *named)
+        Raises:
+          ValueError: if a name is unknown, or the rules contradict each other.
+        """
+        self._check(batch, scaling)
+        for name, given in (("graphs", self.names), ("workers", workers)):
+            if not given or len(set(given)) < len(given):
+                raise ValueError(f"--{name} needs different values, got {given}")
+        if min(workers) < 1:
+            raise ValueError(f"--workers must be at least 1 each, got {workers}")
+        # A name that is unknown is an error before anything runs.
+        fields = {graph: graph_fields(self.config, graph) for graph in self.names}
+        return [
+            self._cell(Cell(graph, count, None), fields[graph], batch, POWERS[scaling])
+            for count in workers
+            for graph in self.names
+        ]
 
+    def _check(self, batch: HeldBatch, scaling: Scaling) -> None:
+        if self.config.optimizer.schedule is not None and scaling != "none":
+            raise ValueError(
+                f"--scaling {scaling} scales optimizer.learning-rate, but the config "
+                "has its own schedule: leave out one of them"
+            )
+        if batch == "global" and scaling != "none":
+            raise ValueError(
+                f"--scaling {scaling} follows the batch of all workers, which --batch "
+                "global holds: leave one of them out"
+            )
+        if self.config.is_apart:
+            raise ValueError(
+                "all workers of a grid train in lockstep: use --exchange auto, "
+                "or for peers decentjax compare with --clock"
+            )
 
-def say_left_out(config: Config, graphs: Sequence[str]) -> str | None:
-    """Says that no graph is the config's own with its policy, if that is so."""
-    if config.method is not None:
-        return None
-    named = {graph.partition("@")[0] for graph in graphs}
-    if graph_fields(config, OWN) in [graph_fields(config, name) for name in named]:
-        return None
-    name, policy = config.topology.name, config.policy
-    also = "" if isinstance(policy, FixedPolicy) else f" by the policy {policy.name}"
-    return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
+    def _cell(
+        self, cell: Cell, fields: dict[str, Any], batch: HeldBatch, power: float
+    ) -> Cell:
+        """The cell with a config, or the reason why it has none."""
+        config, count = self.config, cell.num_workers
+        base, optimizer = config.workers, config.optimizer
+        step = fields.get("step", config.step)
+        if count % base.workers_per_node:
+            why = f"{count} workers do not fill nodes of {base.workers_per_node}"
+            return cell._replace(reason=why)
+        if batch == "global":
+            size, rest = divmod(step.batch_per_worker * base.num_workers, count)
+            if rest or not size:
+                why = f"{step.batch_per_worker * base.num_workers} examples for {count}"
+                why = f"the batch of all cannot be shared: {why}"
+                return cell._replace(reason=why)
+            step = dataclasses.replace(step, batch_per_worker=size)
+            fields = {**fields, "step": step}
+        rate = optimizer.learning_rate * (count / base.num_workers) ** power
+        try:
+            made = dataclasses.replace(
+                config,
+                name=cell.name,
+                workers=dataclasses.replace(base, num_workers=count),
+                optimizer=dataclasses.replace(optimizer, learning_rate=rate),
+                **fields,
+            )
+        except ValueError as error:
+            return cell._replace(reason=str(error))
+        return cell._replace(config=made)
 
 
 def graph_fields(config: Config, graph: str) -> dict[str, Any]:
@@ -186,36 +230,3 @@ def _policy(config: Config, name: str, options: list[str]) -> PolicySection:
     given = {f"policy.{field}": value for field, _, value in pairs}
     changed = with_fields(config, {"policy": name, **given}, prog=f"--graphs {name}")
     return changed.policy
-
-
-def _cell(
-    config: Config,
-    graph: str,
-    fields: dict[str, Any],
-    count: int,
-    batch: HeldBatch,
-    power: float,
-) -> Cell:
-    base, optimizer = config.workers, config.optimizer
-    step = fields.get("step", config.step)
-    if count % base.workers_per_node:
-        why = f"{count} workers do not fill nodes of {base.workers_per_node}"
-        return Cell(graph, count, None, why)
-    if batch == "global":
-        size, rest = divmod(step.batch_per_worker * base.num_workers, count)
-        if rest or not size:
-            why = f"{step.batch_per_worker * base.num_workers} examples for {count}"
-            return Cell(graph, count, None, f"the batch of all cannot be shared: {why}")
-        fields = {**fields, "step": dataclasses.replace(step, batch_per_worker=size)}
-    rate = optimizer.learning_rate * (count / base.num_workers) ** power
-    try:
-        made = dataclasses.replace(
-            config,
-            name=Cell(graph, count, None).name,
-            workers=dataclasses.replace(base, num_workers=count),
-            optimizer=dataclasses.replace(optimizer, learning_rate=rate),
-            **fields,
-        )
-    except ValueError as error:
-        return Cell(graph, count, None, str(error))
-    return Cell(graph, count, made)

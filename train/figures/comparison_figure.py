@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from train.figures.style import grid
+from train.figures.style import grid, legend
 
 SeedCurve = Sequence[tuple[float, Sequence[float]]]
 
@@ -46,7 +46,7 @@ def draw_comparison(
         for number, (name, rows) in enumerate(panel.curves.items()):
             _draw_curve(axis, rows, f"C{number}", name)
         axis.set(xlabel=panel.x, ylabel=f"{panel.y} (band: seeds)")
-    axes[0].legend()
+    legend(figure, axes[0])
     for number, ends in enumerate(scores.values()):
         right.plot(ends, [number] * len(ends), "o", color=f"C{number}", alpha=0.5)
         right.plot(np.mean(ends), number, "|", color="black", markersize=16)
@@ -87,5 +87,5 @@ def draw_tuning(
         axes.set_xticks(range(len(of_field)), of_field)
         axes.set_xlabel(field)
     panels[0].set_ylabel(label)
-    panels[0].legend(fontsize="small")
+    legend(figure, panels[0])
     return figure

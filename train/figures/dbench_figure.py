@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import SymmetricalLogLocator
 
-from train.figures.style import grid
+from train.figures.style import grid, legend
 
 FLOOR = 1e-6  # Of a heat map: below it a dispersion is none.
 MARKERS = "osD^"  # Ten colors of each.
@@ -44,8 +44,10 @@ def draw_points(points: Points, place: str, score: str, joined: bool) -> Figure:
     ticks = SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5))
     axes.xaxis.set_major_locator(ticks)
     axes.xaxis.set_major_formatter("{x:g}")
+    if joined:  # Few places, each with a name.
+        axes.set_xticks(sorted({x for some in points.values() for x, _ in some}))
     axes.set(xlabel=place, ylabel=f"{score} (bar: seeds)")
-    axes.legend(fontsize="small")
+    legend(figure, axes)
     return figure
 
 
@@ -69,7 +71,7 @@ def draw_dispersion(
         )
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel=label)
-    axes.legend(fontsize="small")
+    legend(figure, axes)
     return figure
 
 

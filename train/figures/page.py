@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from train.figures.style import to_svg
+from train.figures.style import Format, save_figure, to_svg
 from train.plain_files import write_whole
 
 
@@ -33,6 +33,15 @@ class Section:
             return self.figure.encode()
         return None if self.figure is None else to_svg(self.figure)
 
+    def save(self, folder: Path, kind: Format) -> None:
+        """Writes the figure, if there is one; one that is SVG stays so."""
+        name = self.title.lower().replace(":", "").replace(" ", "_")
+        if isinstance(self.figure, Figure) and kind != "svg":
+            save_figure(self.figure, folder / f"{name}.{kind}")
+        elif self.svg is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / f"{name}.svg", self.svg)
+
     def html(self) -> str:
         title, image = html.escape(self.title), ""
         if self.svg is not None:
@@ -43,9 +52,13 @@ class Section:
 
 
 def write_page(
-    title: str, sections: Sequence[Section], out: Path, figures_dir: Path | None = None
+    title: str,
+    sections: Sequence[Section],
+    out: Path,
+    figures_dir: Path | None = None,
+    kind: Format = "svg",
 ) -> None:
-    """Writes a page, and each figure as an SVG file too where a folder is given.
+    """Writes a page, and each figure as a file too where a folder is given.
 
     Sections with nothing in them are left out.
     """
@@ -55,11 +68,9 @@ def write_page(
     page = PAGE.format(title=html.escape(title), body=body)
     # Half a character, as JSON may have it, is no UTF-8.
     write_whole(out, page.encode(errors="backslashreplace"))
-    for section in sections:
-        if figures_dir is not None and section.svg is not None:
-            figures_dir.mkdir(parents=True, exist_ok=True)
-            name = section.title.lower().replace(":", "").replace(" ", "_")
-            write_whole(figures_dir / f"{name}.svg", section.svg)
+    if figures_dir is not None:
+        for section in sections:
+            section.save(figures_dir, kind)
 
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

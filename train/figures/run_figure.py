@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from train.cli.tables import words
-from train.figures.style import grid
+from train.figures.style import grid, legend
 from train.run.history import History
 from train.store.log import PER_SECOND
 
@@ -44,7 +44,7 @@ def draw_consensus(runs: Sequence[History]) -> Figure:
         rate.plot(*run.curve("learning_rate", "step"), label=run.name)
     consensus.set(xlabel="step", ylabel="consensus distance")
     rate.set(xlabel="step", ylabel="learning rate")
-    consensus.legend()
+    legend(figure, consensus)
     return figure
 
 
@@ -57,7 +57,7 @@ def draw_throughput(runs: Sequence[History]) -> Figure:
             axis.plot(*run.curve(name + PER_SECOND, "seconds"), label=run.name)
             axis.set(xlabel="time [s]", ylabel=f"{name} per second")
             axis.set_ylim(bottom=0)
-    steps.legend()
+    legend(figure, steps)
     return figure
 
 
@@ -69,7 +69,7 @@ def draw_mixed(runs: Sequence[History]) -> Figure:
         age.plot(*run.curve("models_age", "step"), label=run.name)
     count.set(xlabel="step", ylabel="models mixed per worker and step")
     age.set(xlabel="step", ylabel="age of the models mixed [steps]")
-    count.legend()
+    legend(figure, count)
     return figure
 
 
@@ -88,7 +88,7 @@ def _by_step_and_time(
         for number, run in enumerate(runs):
             draw(axis, run, against, f"C{number}")
         axis.set_xlabel(label)
-    axes[0, 0].legend()
+    legend(figure, axes[0, 0])
     return figure
 
 

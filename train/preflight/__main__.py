@@ -6,8 +6,10 @@
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import jax
+import tyro
 
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
@@ -15,9 +17,8 @@ from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
 from train.cli.read import from_options
 from train.cli.sections import ExchangeName, take_sections
-from train.network import MaybeRate
 from train.preflight.compile import prepare
-from train.preflight.preflight_report import report
+from train.preflight.preflight_report import PreflightFlags, report
 
 
 @command()
@@ -37,16 +38,9 @@ def main(arguments: list[str]) -> int:
         default, options = take_sections(load_config(path), arguments[1:])
 
         def run(
+            flags: Annotated[PreflightFlags, tyro.conf.arg(name="")],
             config: ConfigArgument = default,
             *,
-            target: str,
-            nodes: int,
-            gpus_per_node: int,
-            between: MaybeRate = None,
-            tune: bool = True,
-            require_overlap: float | None = None,
-            out: Path | None = None,
-            figure: Path | None = None,
             exchange: ExchangeName = default.exchange.name,
         ) -> int:
             """Compiles the config's step for a cluster, and reports overlap and memory.
@@ -55,24 +49,12 @@ def main(arguments: list[str]) -> int:
             --gpus-per-node 4`.
 
             Args:
+              flags: cluster, and what is reported.
               config: config of the run.
-              target: t4, a40, a100_40, a100_80, h100, h200, b200, a TPU slice such as
-                v5e:4x4, or a file NAME.py that defines `target`.
-              nodes: number of nodes; their GPUs are the workers.
-              gpus_per_node: number of GPUs per node.
-              between: rate of a node to other nodes, over one link, such as 100gbit; by
-                default that of the vendor's own servers.
-              tune: search for options of XLA that make the step shorter; --no-tune
-                skips it.
-              require_overlap: exit with code 1 if a smaller share of the exchanged
-                bytes is covered, or not all bytes are found in the program, as if the
-                memory does not suffice.
-              out: file for all results as JSON.
-              figure: file for the schedule as a figure, such as NAME.svg.
             """
             del exchange  # Read above.
-            preflight = prepare(config, target, nodes, gpus_per_node, between)
-            return report(preflight, tune, require_overlap, out, figure)
+            placed = flags.target, flags.nodes, flags.gpus_per_node, flags.between
+            return report(prepare(config, *placed), flags)
 
         prog = f"decentjax preflight {path}"
         return from_options(run, prog=prog, args=options, config=AS_OPTIONS)

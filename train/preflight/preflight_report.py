@@ -1,5 +1,6 @@
 """Reports on the compiled steps of a run: tables, a verdict, JSON, a figure."""
 
+import dataclasses
 from pathlib import Path
 
 from matplotlib.backend_bases import FigureCanvasBase
@@ -11,6 +12,7 @@ from decentjax.overlap import Collective
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import aligned, write_json
 from train.figures.schedule_figure import draw_schedules
+from train.network import MaybeRate
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
 from train.preflight.xla_tuning import Tuning, tuned
 from train.targets import Gpu
@@ -20,29 +22,69 @@ MEMORY_SHARE = 0.75  # XLA's default share of a GPU's memory.
 MOST_MEMORY = 0.95  # The driver needs the rest.
 
 
-def report(
-    preflight: Preflight,
-    tune: bool,
-    require_overlap: float | None,
-    out: Path | None,
-    figure: Path | None,
-) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreflightFlags:
+    """A cluster, and what is reported of a run on it.
+
+    Args:
+      target: t4, a40, a100_40, a100_80, h100, h200, b200, a TPU slice such as
+        v5e:4x4, or a file NAME.py that defines `target`.
+      nodes: number of nodes; their GPUs are the workers.
+      gpus_per_node: number of GPUs per node.
+      between: rate of a node to other nodes, over one link, such as 100gbit; by
+        default that of the vendor's own servers.
+      tune: search for options of XLA that make the step shorter; --no-tune skips it.
+      require_overlap: exit with code 1 if a smaller share of the exchanged bytes is
+        covered, or not all bytes are found in the program, as if the memory does not
+        suffice.
+      out: file for all results as JSON.
+      figure: file for the schedule as a figure, such as NAME.svg.
+
+    Raises:
+      ValueError: if `require_overlap` is no share, or a file cannot be written.
+    """
+
+    target: str
+    nodes: int
+    gpus_per_node: int
+    between: MaybeRate = None
+    tune: bool = True
+    require_overlap: float | None = None
+    out: Path | None = None
+    figure: Path | None = None
+
+    def __post_init__(self):
+        # Compiling takes minutes, after which a wrong name of a file would be late.
+        share, figure = self.require_overlap, self.figure
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(
+                f"require-overlap must be a share from 0 to 1, got {share}"
+            )
+        for path in (self.out, figure):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(
+                    f"the folder {path.parent} for {path.name} does not exist"
+                )
+            if path is not None and path.is_dir():
+                raise ValueError(f"{path} is a folder, wanted a file")
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if figure is not None and figure.suffix[1:] not in kinds:
+            raise ValueError(
+                f"a figure must be a file such as {figure.stem}.svg, of one of the "
+                f"formats {', '.join(kinds)}, got {figure.name}"
+            )
+
+
+def report(preflight: Preflight, flags: PreflightFlags) -> int:
     """Compiles, prints, writes and draws; returns the exit code.
 
     Table and verdict are those of the run as configured; better options of XLA follow.
 
     Args:
       preflight: run on its cluster.
-      tune: whether to search for better options of XLA.
-      require_overlap: smallest share of covered bytes that passes, in [0, 1], or None.
-      out: file for JSON, or None.
-      figure: file for the figure, or None.
-
-    Raises:
-      ValueError: if `require_overlap` is no share, or a file cannot be written.
+      flags: what to search for, to require and to write.
     """
-    # Compiling takes minutes, after which a wrong name of a file would be late.
-    _check(require_overlap, out, figure)
+    out, figure = flags.out, flags.figure
     console = PlainConsole(width=120, soft_wrap=True, highlight=False)
     workers = preflight.config.workers
     console.print(f"{_title(preflight)}, {workers.workers_per_node} per node")
@@ -52,10 +94,10 @@ def report(
     found, *others = (inspect(run, run.options, console) for run in runs)
     rows = sum(others, found)
     console.print(_steps(rows), _collectives(found), "", sep="\n")
-    passed = verdict(preflight, found, require_overlap, console)
+    passed = verdict(preflight, found, flags.require_overlap, console)
     tunings: dict[str, Tuning] = {}
     # The candidates are options for GPUs, and one worker sends nothing.
-    if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
+    if flags.tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
         tunings = {run.method.name: advice(run, console) for run in runs}
     if out is not None:
         facts = {
@@ -150,26 +192,6 @@ def advice(preflight: Preflight, console: Console) -> Tuning:
             "first steps, and starts messages early enough for these times"
         )
     return tuning
-
-
-def _check(
-    require_overlap: float | None, out: Path | None, figure: Path | None
-) -> None:
-    if require_overlap is not None and not 0 <= require_overlap <= 1:
-        raise ValueError(
-            f"require-overlap must be a share from 0 to 1, got {require_overlap}"
-        )
-    for path in (out, figure):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"the folder {path.parent} for {path.name} does not exist")
-        if path is not None and path.is_dir():
-            raise ValueError(f"{path} is a folder, wanted a file")
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if figure is not None and figure.suffix[1:] not in kinds:
-        raise ValueError(
-            f"a figure must be a file such as {figure.stem}.svg, of one of the formats "
-            f"{', '.join(kinds)}, got {figure.name}"
-        )
 
 
 def _title(preflight: Preflight) -> str:

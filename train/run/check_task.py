@@ -54,6 +54,15 @@ def trace_task(task: Task, batch_per_worker: int, num_workers: int = 1) -> None:
     _check_scores(scores, task.headline.name)
 
 
+def score_names(task: Task) -> list[str]:
+    """Returns the names of a task's held-out scores by tracing, which computes nothing.
+
+    Scores of what the model generates are not known without it.
+    """
+    model = jax.eval_shape(task.init, jax.random.key(0))
+    return list(jax.eval_shape(task.score_fn, *model, _held_out(task)))
+
+
 def check_takes(function: Any, name: str, *arguments: str, **options: Any) -> None:
     """Raises a ValueError unless a user's function takes the arguments of its calls."""
     try:

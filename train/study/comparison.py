@@ -18,7 +18,7 @@ Winter (2013), Using the Student's t-test with extremely small sample sizes; Boi
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,12 +42,14 @@ class Entry(NamedTuple):
       draws: what initial models and order of the data depend on; the seeds of two
         configs with equal draws pair.
       chosen: cells of the table with its best values, one for each field tuned.
+      config: name of the config, if `name` is a label.
     """
 
     name: str
     outcome: SeedsOutcome
     draws: Hashable
     chosen: Sequence[str] = ()
+    config: str = ""
 
     def scores(self) -> dict[str, list[float]]:
         """Final scores of the mean model of each seed, and its training loss.
@@ -59,44 +61,81 @@ class Entry(NamedTuple):
         return scores | self.outcome.judged | last
 
 
-def table(
-    entries: Sequence[Entry],
-    simulated: Mapping[str, float],
-    fields: Sequence[str] = (),
-    headline: str = "",
-    units: Mapping[str, str] = NO_UNITS,
-) -> str:
-    """Returns a Markdown table: means over the seeds +- two standard deviations.
+class Compared(NamedTuple):
+    """What the configs of a comparison came to.
 
     Args:
       entries: the configs.
-      simulated: simulated seconds of each run, by its name; empty without a clock.
-      fields: fields that were tuned.
-      headline: score that single workers are compared by; without one, and where it is
-        of the mean model alone, the first.
+      headline: score that is compared.
       units: units of the scores, by name.
+      ends: when each number of steps is done, [T + 1], by the entry's name; in
+        simulated seconds with a clock, else in steps.
+      is_timed: whether there is a clock.
     """
-    names = list(entries[0].scores())
-    main = headline if headline in entries[0].outcome.workers else names[0]
-    head = ["", *(label(name, units) for name in names)]
-    head += [f"{words(main)} of workers", "consensus distance", "seconds"]
-    head += ["simulated seconds"] if simulated else []
-    head += [field.rpartition(".")[2] for field in fields]
-    rows = []
-    for entry in entries:
-        scores, outcome = entry.scores(), entry.outcome
-        of_workers = np.array(outcome.workers[main])
-        row = [
-            entry.name,
-            *(spread(scores[name]) for name in names),
-            f"{of_workers.min():.4f} to {of_workers.max():.4f}",
-            f"{np.mean(outcome.consensus_distance):.2g}",
-            f"{outcome.seconds:.0f}",
-            *([f"{simulated[entry.name]:.1f}"] if simulated else []),
-            *entry.chosen,
-        ]
-        rows.append(row)
-    return markdown(head, rows)
+
+    entries: Sequence[Entry]
+    headline: Headline
+    units: Mapping[str, str] = NO_UNITS
+    ends: Mapping[str, Sequence[float]] = MappingProxyType({})
+    is_timed: bool = False
+
+    @property
+    def best(self) -> str:
+        """Name of the config with the best mean score."""
+        name = self.headline.name
+        means = [float(np.mean(one.scores()[name])) for one in self.entries]
+        return self.entries[means.index(self.headline.best(means))].name
+
+    def table(self, fields: Sequence[str] = ()) -> str:
+        """Returns a Markdown table: means over the seeds +- two standard deviations.
+
+        The best mean of the score that is compared is bold. Single workers are compared
+        by it too, or if it is of the mean model alone, by the first score.
+
+        Args:
+          fields: fields that were tuned.
+        """
+        first, score = self.entries[0], self.headline.name
+        names, workers = list(first.scores()), first.outcome.workers
+        main = score if score in workers else names[0]
+        head = ["", *(label(name, self.units) for name in names)]
+        head += [f"{words(main)} of workers", "consensus distance", "seconds"]
+        head += ["simulated seconds"] if self.is_timed else []
+        head += [field.rpartition(".")[2] for field in fields]
+        best = self.best if self.entries[1:] else ""
+        rows = []
+        for entry in self.entries:
+            outcome = entry.outcome
+            cells = {name: spread(values) for name, values in entry.scores().items()}
+            if entry.name == best:
+                cells[score] = f"**{cells[score]}**"
+            of_workers = np.array(outcome.workers[main])
+            row = [
+                entry.name,
+                *(cells[name] for name in names),
+                f"{of_workers.min():.4f} to {of_workers.max():.4f}",
+                f"{np.mean(outcome.consensus_distance):.2g}",
+                f"{outcome.seconds:.0f}",
+                *([f"{self.ends[entry.name][-1]:.1f}"] if self.is_timed else []),
+                *entry.chosen,
+            ]
+            rows.append(row)
+        return markdown(head, rows)
+
+    def rows(self, seeds: Sequence[int]) -> Iterator[list[Any]]:
+        """Yields a head, and the numbers of each config and seed."""
+        names = list(self.entries[0].scores())
+        head = ["config", "label", "seed", *names, "steps", "seconds"]
+        yield [*head, *["simulated_seconds"] * self.is_timed, "consensus_distance"]
+        for entry in self.entries:
+            outcome, scores = entry.outcome, entry.scores()
+            steps, _ = outcome.evaluations[-1]
+            same = [steps, outcome.seconds]
+            same += [self.ends[entry.name][-1]] if self.is_timed else []
+            for place, seed in enumerate(seeds):
+                of_seed = [scores[name][place] for name in names]
+                distance = outcome.consensus_distance[place]
+                yield [entry.config, entry.name, seed, *of_seed, *same, distance]
 
 
 def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:

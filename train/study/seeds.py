@@ -2,9 +2,6 @@
 
 import collections
 import functools
-import json
-import os
-import sys
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -20,7 +17,6 @@ from decentjax.plan import Event
 from decentjax.process import phases
 from decentjax.topology import Topology, matrices
 from decentjax.updates import Metrics
-from train.cli.config_json import to_json
 from train.config import Config, HoldingPolicy
 from train.data.batches import feed
 from train.run.build import build_steps
@@ -73,20 +69,12 @@ def draws_of(config: Config, seeds: range) -> Hashable:
     """
     return (
         tuple(seeds),
-        *_task_of(config),
+        config.task,
         config.data.skew,
         config.workers.num_workers,
         config.step.batch_per_worker,
         config.step.num_micro_batches,
     )
-
-
-def _task_of(config: Config) -> tuple[str, str, str]:
-    """A task as its file, class and fields: a file that is read twice has two equal."""
-    kind, fields = type(config.task), json.loads(to_json(config))["task"]
-    module = sys.modules.get(kind.__module__)
-    file = os.path.realpath(getattr(module, "__file__", None) or kind.__module__)
-    return file, kind.__qualname__, json.dumps({**fields, "kind": ""})
 
 
 def _train_together(run: Run, seeds: range, report: Report) -> SeedsOutcome:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from train.cli.changes import with_fields
+from train.cli.sections import full_name
 from train.cli.tables import counted, file_name, markdown, words
 from train.config import Config
 from train.study.outcome import SeedsOutcome
@@ -80,10 +81,6 @@ class Grid:
         named = file_name("-".join(f"{field}-{value}" for field, value in pairs))
         return named if len(named) <= LONGEST else file_name("-".join(choice))
 
-    def results(self, name: str) -> str:
-        """The name of the results of a run: those of a half are not those of all."""
-        return f"{name}-best" if self.fields else name
-
     def set(self, config: Config, choice: Choice) -> Config:
         """The config with the values of a choice.
 
@@ -123,12 +120,25 @@ def _part(of: Any, name: str) -> Any:
 NOTHING = Grid()
 
 
+class Candidate(NamedTuple):
+    """A config that is trained.
+
+    Args:
+      config: the config.
+      task: its task, with all of the held-out data or a part.
+      name: name of its results.
+    """
+
+    config: Config
+    task: Task
+    name: str
+
+
 class Best(NamedTuple):
     """A config at its best.
 
     Args:
-      config: the config.
-      task: its task, with the part of the held-out data that has not chosen.
+      candidate: the config, with the part of the held-out data that has not chosen.
       choice: the best values.
       tried: score of each choice that trains.
       score: which score that is.
@@ -136,8 +146,7 @@ class Best(NamedTuple):
       ended: whether the search has ended, with budget left or not.
     """
 
-    config: Config
-    task: Task
+    candidate: Candidate
     choice: Choice = ()
     tried: Mapping[Choice, float] = MappingProxyType({})
     score: Headline = LOSS
@@ -182,7 +191,7 @@ def read_grid(
                 f"{' '.join([field, *values])}"
             )
     fields, values = zip(
-        *((field.replace("_", "-"), _rising(rest)) for field, *rest in tune),
+        *((full_name(x).replace("_", "-"), _rising(rest)) for x, *rest in tune),
         strict=True,
     )
     if len(set(fields)) < len(fields):
@@ -218,20 +227,17 @@ def _checked(grid: Grid, config: Config) -> Iterable[Choice]:
 
 
 def choose(
-    config: Config,
-    task: Task,
+    one: Candidate,
     grid: Grid,
-    train: Callable[[Config, Task, str], SeedsOutcome],
+    train: Callable[[Candidate], SeedsOutcome],
     score: Headline = LOSS,
 ) -> Best:
     """Returns a config at its best.
 
     Args:
-      config: config of the runs.
-      task: its task.
+      one: the config, with all of the held-out data.
       grid: fields and values.
-      train: function that trains a config with the seed that chooses, on a task with a
-        part of the held-out data, under a name.
+      train: function that trains it with the seed that chooses, on a part of the data.
       score: score that chooses, held out or "training_loss"; its ties are broken by the
         held-out loss. The main score of the task stands for one that it does not have,
         or that its judge gives: that one's data has no halves.
@@ -240,14 +246,16 @@ def choose(
       FloatingPointError: if no choice trains, with the reasons.
     """
     if not grid.fields:
-        return Best(config, task)
+        return Best(one)
     tried, failed, by = {}, {}, score
+    config, task, name = one
     part = half(task, 0)._replace(judge=None)
 
     def loss(choice: Choice) -> Loss:
         nonlocal by
         try:
-            found = train(grid.set(config, choice), part, grid.name(choice))
+            set_to, under = grid.set(config, choice), f"{name}-{grid.name(choice)}"
+            found = train(Candidate(set_to, part, under))
             by, scores = _scores(found, score, task.headline)
         except (FloatingPointError, ValueError) as error:
             failed[choice] = str(error)
@@ -261,8 +269,9 @@ def choose(
         reasons = (f"{grid.name(choice)}: {why}" for choice, why in failed.items())
         raise FloatingPointError(f"no choice trains: {'; '.join(reasons)}")
     best = min(losses, key=losses.__getitem__)
-    best_config, rest = grid.set(config, best), half(task, 1)
-    return Best(best_config, rest, best, tried, by, failed, ended)
+    # Those of a half of the data are not those of all.
+    at_best = Candidate(grid.set(config, best), half(task, 1), f"{name}-best")
+    return Best(at_best, best, tried, by, failed, ended)
 
 
 def _scores(

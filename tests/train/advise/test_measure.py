@@ -184,6 +184,10 @@ def test_the_slowest_process_says_how_long_an_exchange_takes(monkeypatch):
 
 
 @pytest.mark.slow
+def measured(config, mesh):
+    return measure.MeasuredRun(config, config.task.build(), mesh)
+
+
 def test_compute_times_are_those_of_each_process(monkeypatch):
     """Of two processes, of which the other has workers 0 to 3 and is slower."""
     network = FakeNetwork(FREE, 1.0)
@@ -197,14 +201,14 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
         return [value, other] if isinstance(value, list) else [value, value]
 
     monkeypatch.setattr(measure, "gather", gather)
-    trace = measure._compute_times(config, config.task.build(), mesh, 3)
+    trace = measure._compute_times(measured(config, mesh), 3)
     assert trace.tolist() == [4 * [7 + t] + 2 * [1 + t] for t in range(3)]
 
 
 @pytest.mark.slow
 def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
     config = on_mesh(4, 1)
-    network = measure._Exchanges(config, config.task.build(), worker_mesh(4))
+    network = measure._Exchanges(measured(config, worker_mesh(4)))
     seen = []
     monkeypatch.setattr(measure, "_seconds", lambda *given: seen.append(given))
     network.all_reduce()
@@ -220,7 +224,7 @@ def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
 def test_narrow_messages_are_half_as_large():
     config = on_mesh(2, 1)
     narrow = changed(config, step=dict(message_dtype="bfloat16"))
-    network = measure._Exchanges(narrow, config.task.build(), worker_mesh(2))
+    network = measure._Exchanges(measured(narrow, worker_mesh(2)))
     assert network.model_bytes == sent_bytes() / 2
     assert network.message_dtype == "bfloat16"
 
@@ -240,7 +244,7 @@ def test_an_exchange_overlaps_as_in_training(platform, where, overlap, monkeypat
     exchange = kind_of("exchange", where)()
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     config = changed(config, exchange=exchange)
-    assert measure._overlap(config, worker_mesh(2)) == overlap
+    assert measure._overlap(measured(config, worker_mesh(2))) == overlap
 
 
 def test_an_accelerator_sends_parts_of_the_gradient_early(monkeypatch):

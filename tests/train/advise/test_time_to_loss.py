@@ -73,7 +73,7 @@ RATE = 2e6  # A model takes 2 s.
     ],
 )
 def test_a_step_takes_its_compute_and_what_is_exposed(made, overlap, seconds):
-    found = step_seconds(setting(RATE, overlap), made)
+    found = step_seconds(setting(RATE, overlap), Contender("", 1, made))
     # The first steps of a run have no messages to wait for.
     assert found == pytest.approx(seconds, rel=0.05)
 
@@ -82,7 +82,7 @@ def test_a_step_takes_its_compute_and_what_is_exposed(made, overlap, seconds):
 def test_encoded_means_are_sent_from_each_to_each(num_nodes):
     made = config(**ROUNDS, topology="complete", outer="nesterov", codec="int8")
     message = 2 * 260 / 1024
-    found = step_seconds(setting(RATE, num_nodes=num_nodes), made)
+    found = step_seconds(setting(RATE, num_nodes=num_nodes), Contender("", 1, made))
     assert found == pytest.approx(COMPUTE + (num_nodes - 1) * message / 4)
 
 
@@ -150,7 +150,9 @@ def test_it_is_told_and_kept(tmp_path):
 )
 def test_the_command_of_the_first_trains_its_method(wanted, where):
     default = changed(QUALITY, step=StepConfig())
-    default, args = take_sections(default, flags_of(wanted, "background").split())
+    default, args = take_sections(
+        default, flags_of(Contender("", 1, wanted), "background").split()
+    )
     made = tyro.cli(Config, default=default, args=args, config=AS_OPTIONS)
     assert made == changed(wanted, exchange=kind_of("exchange", where)())
 

@@ -125,6 +125,7 @@ def test_dollars_in_names_are_no_formula_in_figures(name):
         axes.set_xticks([1, 2], [shown, "b"])
         axes.legend()
         drawn[shown] = to_svg(figure).decode()
+        assert to_svg(figure).decode() == drawn[shown]  # Drawn again.
     for text in drawn.values():
         assert text.count("10^") == drawn[name].count("10^") > 0
     assert all(f"<!-- {name} -->" in drawn[name] for name in drawn)

@@ -19,11 +19,11 @@ from tests.checkout import ROOT
 from tests.outcomes import outcome
 from train.config import OptimizerConfig, ThinningPolicy, TopologyConfig, WorkersConfig
 from train.dbench import cost
-from train.dbench.__main__ import dbench
-from train.dbench.cells import Result, train_cell
+from train.dbench.__main__ import DBench
+from train.dbench.cells import Result, Training
 from train.dbench.claims import claims
-from train.dbench.dbench_report import table
-from train.dbench.grid import POLICIES, Cell, make_cells, say_left_out, with_own
+from train.dbench.dbench_report import _connections, table
+from train.dbench.grid import POLICIES, Cell, Graphs
 from train.fields import place_of
 from train.figures.dbench_figure import draw_points
 from train.run.place import Given
@@ -49,7 +49,15 @@ def ring_again(num_workers):
 
 
 def cells(graphs=("ring",), workers=(4,), batch="local", scaling="none"):
-    return make_cells(LINE, graphs, workers, batch, scaling)
+    return cells_of(LINE, graphs, workers, batch, scaling)
+
+
+def cells_of(config, graphs, workers, batch="local", scaling="none"):
+    return Graphs(config, graphs).cells(workers, batch, scaling)
+
+
+def dbench(config, **options):
+    return DBench(config=config, **options).run()
 
 
 def ignore(step: int, words: str) -> None:
@@ -86,7 +94,7 @@ def test_graphs_have_names_and_policies_too():
     for name in POLICIES:
         assert made[name].policy.name == name
     own = changed(LINE, topology=TopologyConfig(make=topology.alone))
-    for cell in make_cells(own, ("ring", "thinning"), (8,), "local", "none"):
+    for cell in cells_of(own, ("ring", "thinning"), (8,))[1:]:
         assert cell.config.topology.make is None  # It would go before the name.
     assert made["damping"].topology == made["merged"].topology == LINE.topology
 
@@ -100,11 +108,11 @@ def test_graphs_have_names_and_policies_too():
 )
 def test_the_graph_of_the_config_is_a_row_or_is_named(changes, name):
     own = changed(LINE, **changes)
-    (cell,) = make_cells(own, ("own",), (4,), "local", "none")
+    (cell,) = cells_of(own, ("own",), (4,))
     assert (cell.config.topology, cell.config.policy) == (own.topology, own.policy)
-    assert f"{name}; --graphs own" in say_left_out(own, ("ring", "complete"))
-    assert say_left_out(own, ("ring", "own@3")) is None
-    assert say_left_out(LINE, ("ring", "complete")) is None
+    assert f"{name}; --graphs own" in Graphs(own, ("ring", "complete")).left_out()
+    assert Graphs(own, ("ring", "own@3")).left_out() is None
+    assert Graphs(LINE, ("ring", "complete")).left_out() is None
 
 
 @pytest.mark.parametrize("field", ["topology", "method"])
@@ -113,20 +121,20 @@ def test_a_function_of_the_config_is_a_row_under_its_name(field):
     own = changed(LINE, **{field: value})
     place = place_of(topology.alone if field == "topology" else ring_again)
     for given in (("complete",), ("own", "complete"), ("complete", place)):
-        graphs = with_own(own, given)
+        graphs = Graphs(own, given).names
         assert sorted(graphs) == sorted((place, "complete"))
-        made = make_cells(own, graphs, (4,), "local", "none")
+        made = cells_of(own, graphs, (4,))
         configs = {cell.graph: cell.config for cell in made}
         assert getattr(configs[place], field) == value
         assert configs["complete"].method is configs["complete"].topology.make is None
-    assert say_left_out(own, graphs) is None
-    assert with_own(LINE, ("ring",)) == ("ring",)
-    assert with_own(own, ("own@3",)) == (f"{place}@3",)
+    assert Graphs(own, graphs).left_out() is None
+    assert Graphs(LINE, ("ring",)).names == ("ring",)
+    assert Graphs(own, ("own@3",)).names == (f"{place}@3",)
 
 
 def test_workers_that_do_not_fill_their_nodes_are_a_row():
     config = changed(LINE, workers=dict(workers_per_node=4))
-    (fits, odd) = make_cells(config, ("ring",), (8, 6), "local", "none")
+    (fits, odd) = cells_of(config, ("ring",), (8, 6))
     assert fits.config is not None
     assert odd.reason == "6 workers do not fill nodes of 4"
 
@@ -252,7 +260,8 @@ def test_a_cell_has_the_best_of_its_own(tmp_path):
     (cell,) = cells()
     tuned = Grid(("optimizer.learning-rate",), (("1e-6", "0.03", "0.01", "1e30"),))
     task = LINE.task.build()
-    found = train_cell(cell, task, range(2), tuned, tmp_path, ignore)
+    training = Training(task, range(2), tuned, tmp_path)
+    found = training.train(cell, ignore)
     assert found.best is not None
     tried = found.best.tried
     assert found.best.choice == ("0.03",)
@@ -260,10 +269,11 @@ def test_a_cell_has_the_best_of_its_own(tmp_path):
     paths = sorted(tmp_path.glob("ring-4-optimizer*"))
     assert [json.loads(path.read_text())["seeds"] for path in paths] == [[2]] * 3
     in_nats = task._replace(units={"loss": "nats"})
-    heads, (row,) = table([found], in_nats, tuned)
+    heads, (row,) = table([found], training._replace(task=in_nats))
     assert "training loss, nats" in heads
     assert row[-1] == "0.03"  # Beyond it is one that diverges.
-    _, (row,) = table([found], task, Grid(tuned.fields, (("0.01", "0.03"),)))
+    at_edge = Grid(tuned.fields, (("0.01", "0.03"),))
+    _, (row,) = table([found], training._replace(grid=at_edge))
     assert row[-1] == "0.03 (upper edge)"
 
 
@@ -318,6 +328,15 @@ def test_equal_scores_are_drawn_too():
     draw_points({"ring": [(2.0, [k / 180] * 3) for k in range(180)]}, "x", "y", True)
 
 
+def test_each_number_of_workers_has_its_tick_and_the_legend_covers_no_point():
+    points = {"ring": [(4, [0.1]), (8, [0.2])], "torus": [(16, [0.3])]}
+    figure = draw_points(points, "workers", "y", True)
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert [*axes.get_xticks()] == [4, 8, 16]
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+
+
 def test_models_that_overflow_diverge():
     """After a finite loss, in the last update."""
     config = changed(
@@ -337,7 +356,9 @@ def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
     own = "num_steps=12, topology=dict(name='ring'), optimizer=dict(learning_rate=1e30)"
     workers = "workers=WorkersConfig(num_workers=4)"
     file = config_file(tmp_path / "fails.py", f"{own}, {workers}")
-    results = dbench(file, ("ring", "complete"), (4,), seeds=1, out=tmp_path / "out")
+    results = dbench(
+        file, graphs=("ring", "complete"), workers=(4,), seeds=1, out=tmp_path / "out"
+    )
     assert [one.outcome for one in results] == [None, None]
     assert all(one.error.startswith("the loss is") for one in results)
     assert "failed after" in capsys.readouterr().out
@@ -355,6 +376,13 @@ def result(graph, connections, scores, early):
         sent={"connections": [connections] * num_seeds},
     )
     return Result(Cell(graph, 8, LINE), made)
+
+
+def test_a_policy_has_the_range_of_its_connections():
+    (cell,) = cells(("thinning:degree=6:per-epoch=2",), (8,))
+    one = result("thinning", 3.5, [0.5], [0.1])
+    assert _connections(one) == "3.5"
+    assert _connections(one._replace(cell=cell)) == "3.5 of 2 to 6"
 
 
 def test_a_claim_is_tested_within_scales():

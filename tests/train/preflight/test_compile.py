@@ -77,10 +77,10 @@ def preflight(capsys, *options: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def refused(*options: str) -> str:
+def refused(capsys, *options: str) -> str:
     with pytest.raises(SystemExit) as error:
         main([str(ROOT / "tests" / "tiny.py"), *options])
-    return str(error.value)
+    return f"{error.value} {capsys.readouterr().err}"
 
 
 @pytest.mark.nightly
@@ -298,11 +298,13 @@ def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
     assert figure.read_text().count("<svg") == 1
 
 
-def test_a_broken_file_is_no_target(tmp_path):
+def test_a_broken_file_is_no_target(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text("target = Gpu(")
     options = ("--target", str(path), "--nodes", "2", "--gpus-per-node", "2")
-    assert "mine.py, line 1: SyntaxError: '(' was never closed" in refused(*options)
+    assert "mine.py, line 1: SyntaxError: '(' was never closed" in refused(
+        capsys, *options
+    )
 
 
 @pytest.mark.nightly
@@ -340,9 +342,9 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
         ("--exchange background", "take --exchange in_step"),
     ],
 )
-def test_what_cannot_be_gets_a_sentence(options, sentence):
+def test_what_cannot_be_gets_a_sentence(options, sentence, capsys):
     own = "--target h100 --nodes 2 --gpus-per-node 2"
-    assert sentence in refused(*own.split(), *options.split())
+    assert sentence in refused(capsys, *own.split(), *options.split())
 
 
 LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -350,8 +352,10 @@ SLICE = "--target v5e:2x4 --nodes 2 --gpus-per-node 4"
 
 
 @pytest.mark.skipif(LIBTPU, reason="libtpu is installed")
-def test_without_libtpu_it_says_what_to_install():
-    assert "no compiler for this target: pip install libtpu" in refused(*SLICE.split())
+def test_without_libtpu_it_says_what_to_install(capsys):
+    assert "no compiler for this target: pip install libtpu" in refused(
+        capsys, *SLICE.split()
+    )
 
 
 @pytest.mark.skipif(not LIBTPU, reason="needs libtpu: pip install libtpu")

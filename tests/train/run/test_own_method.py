@@ -21,9 +21,9 @@ from train.advise.setting import Flags
 from train.cli.changes import as_changes, with_changes
 from train.cli.load import load_config
 from train.cli.trust import find_own
-from train.compare import compare
+from train.compare import Comparison
 from train.config import Config, StepConfig, WorkersConfig
-from train.dbench.__main__ import dbench
+from train.dbench.__main__ import DBench
 from train.report import write_report
 from train.run.loop import train
 from train.run.message_bytes import sent_bytes
@@ -156,24 +156,24 @@ def test_a_method_has_the_same_numbers_on_a_mesh_and_in_the_thread(own, where):
 def test_methods_are_compared_and_cells_of_a_grid(own, capsys):
     names = "choco_momentum", "ring"
     places = tuple(f"own.py:{name}" for name in names)
-    compare(
-        (Path(LINE),),
+    Comparison(
+        configs=(Path(LINE),),
         seeds=1,
         change=("num-steps=4", "workers.num-workers=3"),
         vary=(("method", *places),),
         out=Path("compared"),
-    )
+    ).run()
     text = Path("compared/compare.md").read_text()
     assert all(f"{name} |" in text for name in names), text
     for change in ("method=own.py:choco_momentum", "topology=own.py:ring"):
-        (own_one, plain) = dbench(
-            Path(LINE),
+        (own_one, plain) = DBench(
+            config=Path(LINE),
             graphs=("complete",),
             workers=(3,),
             seeds=1,
             change=("num-steps=4", change),
             out=Path("grid"),
-        )
+        ).run()
         assert own_one.cell.graph == change.partition("=")[2]
         assert own_one.outcome is not None
         assert plain.outcome is not None

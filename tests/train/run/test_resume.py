@@ -32,7 +32,7 @@ from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import OptimizerConfig
 from train.data.batches import Batch
-from train.dbench.grid import make_cells
+from train.dbench.grid import Graphs
 from train.report import write_report
 from train.run.loop import run_steps, train
 from train.run.nonfinite import WatchState, build_check
@@ -106,7 +106,7 @@ def test_a_rate_that_changes_nothing_is_refused():
     with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
         with_changes(config, ("optimizer.learning-rate=0.5",))
     with pytest.raises(ValueError, match=r"--scaling linear scales .* leave out o"):
-        make_cells(config, ("ring",), (4,), "local", "linear")
+        Graphs(config, ("ring",)).cells((4,), "local", "linear")
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,8 @@ def test_a_search_checks_each_value_at_its_start_and_not_all_choices():
     assert grid.start(config)[0] == "0.03"
     assert grid.start(config)[-2:] == ("2", "3")
     assert grid.most == 12
+    by_alias = read_grid([("lr", "1e-6", "0.03", "1")], config, 2)
+    assert by_alias.start(config) == ("0.03",)  # The config's own.
     # A file's name has at most 255 bytes.
     assert grid.name(grid.start(config)) == "0_03-0_01-0_9-0_9-0_01-0_9-0_1-2-3"
     wrong = [*tune[:-1], ("optimizer.accum-steps", "1", "2", "many")]
