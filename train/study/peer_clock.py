@@ -113,7 +113,7 @@ class _Cards:
             cards = [(inside, side, place) for side, place in enumerate(places)]
             if all(self._busy_until[card] <= now for card in cards):
                 end = now + self._num_bytes / rate
-                self._busy_until.update(dict.fromkeys(cards, end))
+                self._busy_until.update((card, end) for card in cards)
                 yield edge, self.waiting.pop(edge), end, end + late
 
 
