@@ -15,7 +15,7 @@ def _read(texts: list[str]) -> float:
         return units.seconds("a duration", text)
 
 
-Seconds = Annotated[
+Duration = Annotated[
     float,
     tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from decentjax.gossip import AutoPatience, Guard, Quorum
 from decentjax.gossip.quorum import count_examples
 from train.config.checks import check_at_least
-from train.config.duration import Seconds
+from train.config.duration import Duration
 from train.fields import checked
 
 
@@ -53,7 +53,7 @@ class ApartExchange:
         by its owner; by default created in the run's folder.
     """
 
-    patience: Seconds | Literal["auto"] | None
+    patience: Duration | Literal["auto"] | None
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
     secret_file: str | None = None
@@ -88,11 +88,11 @@ class PeerExchange(ApartExchange):
 
     name: ClassVar[str] = "peers"
 
-    patience: Seconds | Literal["auto"] | None = 0.0
+    patience: Duration | Literal["auto"] | None = 0.0
     way: Literal["arrived", "swaps"] = "arrived"
     elastic: bool = False
     quorum: int = 1
-    silent_seconds: Seconds = 5.0
+    silent_seconds: Duration = 5.0
 
     def __post_init__(self):
         if self.patience not in (None, "auto"):
@@ -148,9 +148,9 @@ class QuorumExchange(ApartExchange):
 
     name: ClassVar[str] = "quorum"
 
-    patience: Seconds | Literal["auto"] = "auto"
+    patience: Duration | Literal["auto"] = "auto"
     quorum: int | None = None
-    silent_seconds: Seconds = 5.0
+    silent_seconds: Duration = 5.0
     weights: Literal["tokens", "tokens_squared_per_step", "equal"] = "tokens"
     discount: float = 0.5
     guard: Literal["none", "refuse", "clip"] = "none"
@@ -202,7 +202,7 @@ class GroupExchange(ApartExchange):
 
     name: ClassVar[str] = "groups"
 
-    patience: Seconds | None = 60.0
+    patience: Duration | None = 60.0
 
     def __post_init__(self):
         if self.patience is not None and not self.patience > 0:

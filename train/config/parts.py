@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 from train.config.checks import check_at_least, check_at_most
-from train.config.duration import Seconds
+from train.config.duration import Duration
 from train.fields import checked
 from train.xla import read_options
 
@@ -85,8 +85,8 @@ class StragglerConfig:
 
     kind: Literal["none", "fixed", "rotating", "random"] = "none"
     who: tuple[int, ...] = (0,)
-    seconds: Seconds = 0.3
-    deviation: Seconds = 0.1
+    seconds: Duration = 0.3
+    deviation: Duration = 0.1
 
     def __post_init__(self):
         check_at_least(self, 0, "seconds", "deviation")
@@ -118,7 +118,7 @@ class DistributedConfig:
     num_processes: int | None = None
     process_id: int | None = None
     start_seconds: int = 300
-    step_deadline: Seconds | Literal["learned"] | None = "learned"
+    step_deadline: Duration | Literal["learned"] | None = "learned"
 
     def __post_init__(self):
         check_at_least(self, 3, "start_seconds")

@@ -17,7 +17,7 @@ from train.report import write_report
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
 from train.run.run_info import FACTS, add_results, read_facts
-from train.store.log import METRICS, read_metrics
+from train.store.log import METRICS, for_sinks, read_metrics
 from train.store.timeline import read_timelines
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -229,3 +229,8 @@ def test_what_no_memory_holds_is_refused_before_it_is_made(section, fields, tmp_
     with pytest.raises(ValueError, match=r"batches of 4 workers need [\d,]+"):
         train(from_fields(given), tmp_path / "run")
     assert not (tmp_path / "run" / METRICS).exists()
+
+
+def test_sinks_take_the_numbers_of_a_row_alone():
+    when = {"step": 1, "seconds": 2.0, "time": "2026-11-30T05:04:17Z"}
+    assert for_sinks({**when, "loss": 3.0}) == {"train/loss": 3.0}
