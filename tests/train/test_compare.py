@@ -879,7 +879,7 @@ def test_the_figure_has_curves_of_a_score_that_is_evaluated_often():
 
 
 def test_single_workers_are_compared_by_the_headline():
-    scores = [(2, {"spl": [0.5], "return": [3.0]})]
+    scores = [(2, {"return": [3.0], "spl": [0.5]})]
     workers = {"return": [[1.0, 2.0]], "spl": [[0.25, 0.75]]}
     one = Entry("a", outcome([2.0], evaluations=scores, workers=workers), None)
     text = Compared([one], Headline("spl", "higher")).table()
