@@ -753,7 +753,11 @@ def test_a_mean_of_narrow_numbers_is_that_of_the_numbers(count, dtype):
     metric = jax.device_put(jnp.linspace(0.5, 99.9, count).astype(dtype))
     values = np.asarray(metric).astype(np.float64)
     assert local_mean(metric) == (pytest.approx(values.mean(), rel=1e-6), count)
-    log = _Log(SimpleNamespace(step=StepConfig()), None)
+    log = _Log(
+        SimpleNamespace(
+            config=SimpleNamespace(step=StepConfig(), num_steps=1), mesh=None
+        )
+    )
     steps = [metric[None]] * 9  # Of one seed.
     np.testing.assert_allclose(log.mean_loss(steps), [values.mean()], rtol=1e-6)
     # Three hits of four in each batch; hits and examples are as narrow.
