@@ -61,7 +61,7 @@ from train.job.distributed import fail_stop, leave, start
 from train.job.peer_place import start_peer
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config
-from train.run.run_info import add_results
+from train.run.run_info import add_results, resume_line
 from train.run.sinks import Sink
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
@@ -374,7 +374,7 @@ def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
 def _stopped(step: int, config: Config, run_dir: Path) -> str:
     return (
         f"stopped after step {step} of {config.num_steps}; everything is saved, "
-        f"continue with: decentjax resume {run_dir}"
+        f"continue with: {resume_line(config, run_dir)}"
     )
 
 

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import AXIS, WorkerState
+from train.cli.config_json import sources
 from train.cli.tables import counted, write_json
 from train.config import Config, FixedPolicy
 from train.fields import fits, words
@@ -175,6 +176,15 @@ def command_line(argv: list[str]) -> str:
         words = ["decentjax", "resume" if rest[:1] == ["--resume"] else "train"]
         rest = rest[1:] if rest[:1] == ["--resume"] else rest
     return shlex.join([*words, *rest])
+
+
+def resume_line(config: Config, run_dir: Path) -> str:
+    """Returns the command that resumes a run, as a user types it."""
+    count = process_place(config)[1]
+    is_launched = count > 1 and "DECENTJAX_COMMAND" in os.environ
+    words = ["decentjax", *["launch", "-n", str(count)] * is_launched, "resume"]
+    trust = [x for one in dict.fromkeys(sources(config)) for x in ("--trust", one)]
+    return shlex.join([*words, str(run_dir), *trust])
 
 
 def peak_seconds(
