@@ -1,5 +1,7 @@
 """A task and a graph of a user's own file, as one had them with version 0.2."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,7 @@ class Line(StdlibTask):
 
     def build(self) -> Task:
         x = np.linspace(-1, 1, 64, dtype=np.float32)
-        points = np.stack([x, 2 * x + 1], axis=1)
+        points: Any = np.stack([x, 2 * x + 1], axis=1)
 
         def loss_fn(params, model_state, batch, key):
             y = params["w"].sum() * batch[:, 0] + params["b"].sum()

@@ -50,7 +50,7 @@ from train.config import Config
 from train.run.loop import Outcome, train
 from train.run.place import build_place
 from train.run.resume import Resume, saved_config
-from train.run.run_info import add_results
+from train.run.run_info import add_results, resume_line
 from train.run.setup import Run
 from train.run.sinks import Sink
 from train.store.checkpoints import find_checkpoints
@@ -310,7 +310,7 @@ def _stopped(outcome: Outcome) -> str:
     run = outcome.run
     return (
         f"stopped after step {outcome.step} of {run.config.num_steps}; everything is "
-        f"saved, continue with: decentjax resume {run.place.run_dir}"
+        f"saved, continue with: {resume_line(run)}"
     )
 
 

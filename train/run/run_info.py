@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from decentjax import AXIS, WorkerState
+from train.cli.config_json import sources
 from train.cli.tables import counted, write_json
 from train.cli.times import now
 from train.fields import fits, words
@@ -167,6 +168,16 @@ def command_line(argv: list[str]) -> str:
         words = ["decentjax", "resume" if rest[:1] == ["--resume"] else "train"]
         rest = rest[1:] if rest[:1] == ["--resume"] else rest
     return shlex.join([*words, *rest])
+
+
+def resume_line(run: Run) -> str:
+    """Returns the command that resumes a run, as a user types it."""
+    count = run.place.count
+    is_launched = count > 1 and "DECENTJAX_COMMAND" in os.environ
+    words = ["decentjax", *["launch", "-n", str(count)] * is_launched, "resume"]
+    files = dict.fromkeys(sources(run.config))
+    trust = [x for one in files for x in ("--trust", one)]
+    return shlex.join([*words, str(run.place.run_dir), *trust])
 
 
 def peak_seconds(run: Run, state: WorkerState) -> float | None:

@@ -172,6 +172,8 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     try:
         return _restore(path, state)
     except MisfitError:
+        if saved_provenance(path) is not None:  # Not of an earlier version.
+            raise
         for before in forms_before(state):
             with contextlib.suppress(MisfitError):
                 return as_now(_restore(path, before), state)

@@ -19,6 +19,7 @@ from decentjax import topology
 from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import python
+from tests.line import as_process
 from tests.trees import assert_close
 from train.__main__ import main
 from train.cli.config_json import from_fields, sources, to_json
@@ -41,7 +42,7 @@ from train.run.loop import train
 from train.run.optimizers import optimizer_with
 from train.run.policy_choice import build_policy
 from train.run.resume import Resume, saved_config, trained_by
-from train.run.run_info import read_facts
+from train.run.run_info import read_facts, resume_line
 from train.run.scores import read_trained
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
@@ -233,6 +234,15 @@ def test_hooks_are_needed_to_go_on_and_not_to_evaluate(ran, own):
     assert read_trained(Path("run"), trust=["own.py"]).step == 6
     with pytest.raises(ValueError, match=r"own\.py does not define look, which is th"):
         saved_config(Path("run"), None, ["own.py"])
+
+
+def test_a_stopped_run_names_the_whole_command_that_resumes_it(own, monkeypatch):
+    config = load_config(own)
+    assert resume_line(config, Path("a b")) == "decentjax resume 'a b' --trust own.py"
+    monkeypatch.setenv("DECENTJAX_COMMAND", "decentjax launch -n 2 own.py")
+    peers = as_process(0, 2)
+    launched = "decentjax launch -n 2 resume run --trust tests.line"
+    assert resume_line(peers, Path("run")) == launched
 
 
 def test_a_file_that_moved_or_became_a_module_is_the_same(ran, own):
