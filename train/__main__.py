@@ -49,9 +49,11 @@ from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
 from train.cli.sections import (
     ExchangeName,
-    OwnMethod,
+    MethodName,
     OwnTopology,
     PolicyName,
+    name_of,
+    section_of,
     take_sections,
     with_a_shorter_warmup,
 )
@@ -83,7 +85,7 @@ options that most need first (decentjax train CONFIG --help has all):
   --num-steps 500                     --workers.num-workers 4
   --lr 1e-3                           --workers.workers-per-node 2
   --bs 16 (of each worker)            --topology.name ring
-  --run-dir runs/mine                 --step.algorithm atc
+  --run-dir runs/mine                 --method atc
   --seed 1                            --exchange peers
 
 CONFIG is a Python file, one of the configs in a file as FILE.py:NAME, or one of these
@@ -148,6 +150,9 @@ def _begin(path: Path, options: list[str]) -> None:
             f"a run brings its own config: decentjax resume runs/{default.name}"
         )
 
+    method = name_of(default.method)
+    policy = getattr(section_of(default, "method.policy"), "name", "fixed")
+
     def run(
         config: ConfigArgument = default,
         run_dir: Path | None = None,
@@ -155,8 +160,8 @@ def _begin(path: Path, options: list[str]) -> None:
         auto_resume: bool = False,
         trust: Trust = (),
         exchange: ExchangeName = default.exchange.name,
-        policy: PolicyName = default.policy.name,
-        own_method: OwnMethod = None,
+        method: MethodName = method,
+        policy: PolicyName = policy,
         own_graph: OwnTopology = None,
     ) -> None:
         """Trains the config.
@@ -170,7 +175,7 @@ def _begin(path: Path, options: list[str]) -> None:
           auto_resume: whether to resume the run if the folder has a checkpoint; for
             schedulers that restart jobs, such as Slurm.
         """
-        del exchange, policy, own_method, own_graph  # Read above.
+        del exchange, method, policy, own_graph  # Read above.
         folder = run_dir or Path("runs") / config.name
         if auto_resume and find_checkpoints(folder).steps:
             run_here(config, folder, Resume(), sinks=sinks)
@@ -195,6 +200,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     options, changes = as_changes(options)
     saved = saved_config(run_dir, step, known.trust)
     default, fields = with_changes(saved, changes, is_new=False)
+    method = name_of(default.method)
 
     def run(
         config: ConfigArgument = default,
@@ -202,7 +208,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
         exchange: ExchangeName = default.exchange.name,
-        own_method: OwnMethod = None,
+        method: MethodName = method,
         own_graph: OwnTopology = None,
     ) -> None:
         """Resumes a run with its own config.
@@ -214,7 +220,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
             saved models and moments, those of the saved workers in turn ("repeat"), or
             those of the first ("select").
         """
-        del trust, exchange, own_method, own_graph  # Read above.
+        del trust, exchange, method, own_graph  # Read above.
         run_here(config, run_dir, Resume(step, fields, workers), sinks=sinks)
 
     prog = f"decentjax resume {run_dir}"

@@ -11,7 +11,7 @@ from decentjax.runtime import Job
 from train.advise.rounds_advice import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
-from train.config import Config
+from train.config import Config, RoundsMethod
 from train.plain_files import read_json
 from train.run.method import build_method
 
@@ -160,8 +160,8 @@ def step_seconds(setting: Setting, config: Config) -> float:
         workers_per_node=cluster.workers_per_node,
     )
     topology = config.topology.build(workers)
-    if method.rounds is not None:
-        return rounds_seconds(setting, config.rounds.build(topology))
+    if isinstance(config.method, RoundsMethod):
+        return rounds_seconds(setting, config.method.over(topology))
     # Of four bytes a number.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))
@@ -176,13 +176,13 @@ def flags_of(config: Config, overlap: Overlap) -> str:
     method = build_method(config)
     options: dict[str, Any] = {
         "optimizer.name": config.optimizer.name,
-        "step.algorithm": method.name,
+        "method": method.name,
         "step.message_dtype": config.step.message_dtype,
         "topology.name": config.topology.name,
     }
-    for part, value in (("topology", config.topology), ("rounds", config.rounds)):
+    for part, value in (("topology", config.topology), ("method", config.method)):
         found = changes(vars(type(value)()), vars(value), f"{part}.")
-        options |= {name: new for name, _, new in found}
+        options |= {name: getattr(new, "name", new) for name, _, new in found}
     if method.hides_beside and overlap == "background":
         options["exchange"] = overlap
     return " ".join(

@@ -110,12 +110,17 @@ class PeerExchange(ApartExchange):
                 f"finite exchange.patience, got {self.way} and {self.patience}"
             )
 
+    def quorum_of(self, num_workers: int) -> int:
+        """The number of live workers below which a process waits."""
+        del num_workers
+        return self.quorum
+
 
 @checked
 class QuorumExchange(ApartExchange):
     """Each process is a separate run, in rounds that end without late workers.
 
-    For step.algorithm = "rounds". Workers may come and go, as in an elastic run. See
+    For the method "rounds". Workers may come and go, as in an elastic run. See
     `decentjax.gossip.Quorum`.
 
     Args:

@@ -1,11 +1,23 @@
 """The graph of each step; see `decentjax.policy`."""
 
-from typing import ClassVar
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from decentjax import policy as policies
+from decentjax.policy import Policy
+from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_WORKERS, TopologyName
+from train.config.schedule import build_schedule
 from train.fields import checked
+
+if TYPE_CHECKING:
+    from train.config.run import Config
 
 
 @checked
@@ -13,6 +25,10 @@ class FixedPolicy:
     """The topology; with `topology.mean_every` Gossip-PGA."""
 
     name: ClassVar[str] = "fixed"
+
+    def build(self, config: "Config") -> Topology:
+        """Returns the graph of a config."""
+        return config.topology.build(config.workers)
 
 
 @checked
@@ -38,6 +54,12 @@ class ThinningPolicy:
         degree = 2 if self.degree is None else self.degree
         policies.thinning(2, degree, self.per_epoch, self.epoch_steps)
 
+    def build(self, config: "Config") -> Policy:
+        """Returns the policy of a config, with all graphs that it may choose."""
+        count = config.workers.num_workers
+        most = max(count - 1, 2) if self.degree is None else self.degree
+        return policies.thinning(count, most, self.per_epoch, self.epoch_steps)
+
 
 @checked
 class HoldingPolicy:
@@ -61,6 +83,16 @@ class HoldingPolicy:
         check_at_least(self, 1, "every_steps")
         policies.holding(policies.ladder(2), self.target)
 
+    def build(self, config: "Config") -> Policy:
+        """Returns the policy of a config, with all graphs that it may choose."""
+        named = dataclasses.replace(config.topology, make=None)
+        graphs = [
+            dataclasses.replace(named, name=name).build(config.workers)
+            for name in self.graphs
+        ]
+        ladder = graphs or policies.ladder(config.workers.num_workers)
+        return policies.holding(ladder, self.target)
+
 
 @checked
 class DampingPolicy:
@@ -77,12 +109,34 @@ class DampingPolicy:
     def __post_init__(self):
         check_at_least(self, 0, "power")
 
+    def build(self, config: "Config") -> Policy:
+        """Returns the policy of a config; its factors are computed at the first step.
+
+        A factor is `(learning rate / peak)^p` after the peak, and 1 before.
+        """
+
+        @functools.cache
+        def factors() -> np.ndarray:
+            schedule = build_schedule(config.optimizer, config.num_steps)
+            rates = np.array(jax.vmap(schedule)(jnp.arange(config.num_steps)))
+            found = np.clip(rates / rates.max(), 0, 1) ** self.power
+            found[: rates.argmax()] = 1
+            return found
+
+        graph = config.topology.build(config.workers)
+        return policies.damping(graph, lambda step: float(factors()[step]))
+
 
 @checked
 class MergedPolicy:
     """The topology, with a mean of all models at the last step."""
 
     name: ClassVar[str] = "merged"
+
+    def build(self, config: "Config") -> Policy:
+        """Returns the policy of a config."""
+        graph = config.topology.build(config.workers)
+        return policies.merged(graph, config.num_steps)
 
 
 PolicySection = (

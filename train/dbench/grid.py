@@ -5,18 +5,20 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from decentjax.plan import GradientMean, policy_of
 from train.cli.changes import with_fields
 from train.cli.load import load_function
 from train.cli.sections import KINDS
 from train.config import (
+    AllReduceMethod,
+    AwcMethod,
     Config,
+    EveryStepMethod,
     FixedPolicy,
-    PolicySection,
-    RoundsConfig,
+    MethodSection,
     TopologyConfig,
 )
 from train.fields import place_of
-from train.run.method import build_method
 
 HeldBatch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -25,7 +27,7 @@ OWN = "own"  # The config's own graph, whether named or made by a function, and 
 POWERS: dict[Scaling, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 # These have graphs of their own.
 OWN_GRAPHS = {ALL_REDUCE, "thinning", "holding"}
-POLICIES = KINDS["policy"].keys() - {"fixed"}
+POLICIES = KINDS["method.policy"].keys() - {"fixed"}
 
 
 class Cell(NamedTuple):
@@ -102,7 +104,7 @@ def with_own(config: Config, graphs: tuple[str, ...]) -> tuple[str, ...]:
 
     It comes first where it is not among them as "own".
     """
-    make = config.method or config.topology.make
+    make = config.method if callable(config.method) else config.topology.make
     if make is None:
         return graphs
     place = place_of(make)
@@ -113,13 +115,13 @@ def with_own(config: Config, graphs: tuple[str, ...]) -> tuple[str, ...]:
 
 def say_left_out(config: Config, graphs: Sequence[str]) -> str | None:
     """Says that no graph is the config's own with its policy, if that is so."""
-    if config.method is not None:
+    if callable(config.method):
         return None
     named = {graph.partition("@")[0] for graph in graphs}
     if graph_fields(config, OWN) in [graph_fields(config, name) for name in named]:
         return None
-    name, policy = config.topology.name, config.policy
-    also = "" if isinstance(policy, FixedPolicy) else f" by the policy {policy.name}"
+    name, policy = config.topology.name, policy_of(config.plan)
+    also = "" if policy is None else f" by the policy {policy.name}"
     return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
 
 
@@ -148,14 +150,15 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
             f"only the policies {', '.join(sorted(POLICIES))} take options, as in "
             f"thinning:degree=16, got {graph!r}"
         )
-    step, topology = config.step, config.topology
-    if build_method(dataclasses.replace(config, method=None)).sends_gradients:
+    topology = config.topology
+    method = AwcMethod() if callable(config.method) else config.method
+    if isinstance(config.plan, GradientMean) and method is config.method:
         raise ValueError(
-            "the config's own step averages gradients: give one with step.algorithm = "
-            f'"awc" or "atc", and "{ALL_REDUCE}" as a graph'
+            "the config's own method averages gradients: give one with method awc or "
+            f'atc, and "{ALL_REDUCE}" as a graph'
         )
     if name == ALL_REDUCE:
-        step = dataclasses.replace(step, algorithm=ALL_REDUCE)
+        method = AllReduceMethod()
         topology = TopologyConfig(name="complete")
     elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
         topology = dataclasses.replace(topology, name="complete", make=None)
@@ -165,13 +168,13 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         # Its own function would go before any name.
         topology = dataclasses.replace(topology, name=name, make=None)
     is_own = name == OWN or (make is not None and make is config.topology.make)
-    policy = config.policy if is_own else FixedPolicy()
     if name in POLICIES:
-        policy = _policy(config, name, options)
+        method = _with_policy(config, method, name, options)
+    elif isinstance(method, EveryStepMethod) and not is_own:
+        method = dataclasses.replace(method, policy=FixedPolicy())
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))
-    fields = {"step": step, "topology": topology, "policy": policy, "method": None}
-    return fields | ({"rounds": RoundsConfig()} if name == ALL_REDUCE else {})
+    return {"topology": topology, "method": method}
 
 
 def _of_method(graph: str) -> dict[str, Any]:
@@ -181,11 +184,15 @@ def _of_method(graph: str) -> dict[str, Any]:
     return {}
 
 
-def _policy(config: Config, name: str, options: list[str]) -> PolicySection:
+def _with_policy(
+    config: Config, method: MethodSection, name: str, options: list[str]
+) -> Any:
     pairs = [option.partition("=") for option in options]
     given = {f"policy.{field}": value for field, _, value in pairs}
-    changed = with_fields(config, {"policy": name, **given}, prog=f"--graphs {name}")
-    return changed.policy
+    config = dataclasses.replace(config, method=method)
+    return with_fields(
+        config, {"policy": name, **given}, prog=f"--graphs {name}"
+    ).method
 
 
 def _cell(

@@ -14,7 +14,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, take_sections
+from train.cli.sections import ExchangeName, MethodName, name_of, take_sections
 from train.network import MaybeRate
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
     path = Path(arguments[0])
     try:
         default, options = take_sections(load_config(path), arguments[1:])
+        method = name_of(default.method)
 
         def run(
             config: ConfigArgument = default,
@@ -48,6 +49,7 @@ def main(arguments: list[str]) -> int:
             out: Path | None = None,
             figure: Path | None = None,
             exchange: ExchangeName = default.exchange.name,
+            method: MethodName = method,
         ) -> int:
             """Compiles the config's step for a cluster, and reports overlap and memory.
 
@@ -70,7 +72,7 @@ def main(arguments: list[str]) -> int:
               out: file for all results as JSON.
               figure: file for the schedule as a figure, such as NAME.svg.
             """
-            del exchange  # Read above.
+            del exchange, method  # Read above.
             preflight = prepare(config, target, nodes, gpus_per_node, between)
             return report(preflight, tune, require_overlap, out, figure)
 

@@ -190,7 +190,7 @@ def build_train_step(
         step = build_in_step(config, task, optimizer, mesh, options, method)
         chooser = None
         if policy is not None and policy.measures:
-            chooser = Chooser(policy, config.policy)
+            chooser = Chooser(policy, config)
         return InStep(step, chooser, record)
     assert mesh is not None  # As `build_mesh` has made it.
     return method.beside(

@@ -11,6 +11,7 @@ import numpy as np
 
 from decentjax import gossip
 from decentjax.gossip.merging import LeftOut
+from decentjax.plan import topology_of
 from decentjax.topology import matrices
 from train.cli.tables import say_workers
 from train.config import Config
@@ -169,7 +170,7 @@ def _distrusted(one: LeftOut) -> str:
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:
     """The workers of other processes from which these receive."""
-    graph = matrices(config.algorithm.graph)
+    graph = matrices(topology_of(config.plan))
     found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
     return found - set(workers)
 

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax import AXIS, WorkerState
+from decentjax.plan import policy_of, topology_of
 from train.cli.tables import counted, write_json
-from train.config import Config, FixedPolicy
+from train.config import Config
 from train.fields import fits, words
 from train.job.peer_place import process_place
 from train.plain_files import read_object
@@ -231,9 +232,9 @@ def worker_flops(
 
 def _graph(config: Config) -> str:
     """What the workers average over."""
-    if not isinstance(config.policy, FixedPolicy):
-        return f"the graphs of the policy {config.policy.name}"
-    return config.algorithm.graph.name
+    plan = config.plan
+    is_chosen = policy_of(plan) is not None
+    return f"{'the graphs of the policy ' * is_chosen}{topology_of(plan).name}"
 
 
 def _exchange(config: Config, mesh: Mesh | None) -> str:

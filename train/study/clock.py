@@ -87,7 +87,7 @@ class Clock:
         method = build_method(config, task)
         if method.policy is not None:
             raise ValueError(
-                f"the policy {config.policy.name} chooses the graph as the run goes "
+                f"the policy {method.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
             )
         model, _ = jax.eval_shape(task.init, jax.random.key(0))
@@ -114,8 +114,7 @@ class Clock:
     ) -> Timed:
         if method.is_early:
             raise ValueError(
-                "of groups, those with step.algorithm = atc have a clock, got "
-                f"{method.name}"
+                f"of groups, those with method = atc have a clock, got {method.name}"
             )
         groups, count = wagma_plan(config, method.is_early), config.num_steps
         inner = butterfly_groups(groups.num_workers, groups.group_size)
