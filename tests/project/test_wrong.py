@@ -94,8 +94,8 @@ COMMANDS = [
     (f"train {TINY} --exchange.elastic", "is an option of --exchange peers: give"),
     (f"train {TINY} --exchange background", "simulated workers send nothing: ex"),
     (
-        f"train {TINY} --step.algorithm rounds --rounds.learning-rate 0.5",
-        "rounds.outer = none has no learning_rate: set rounds.outer too, or leave out",
+        f"train {TINY} --method rounds --method.learning-rate 0.5",
+        "method.outer = none has no learning_rate: set method.outer too, or leave out",
     ),
     (f"train {TINY} --init-from nowhere", "nowhere holds no run: it has no config"),
     (f"train {TINY} --resume", "a run brings its own config: decentjax resume runs/t"),
@@ -145,7 +145,7 @@ COMMANDS = [
     ),
     (
         f"compare {TINY} --stp.algorithm 1",
-        "no option --stp.algorithm: did you mean --step.algorithm?",
+        "no option --stp.algorithm: did you mean --method?",
     ),
     (f"compare {TINY} --epochs 3", "no option --epochs: did you mean --num-steps?"),
     (f"compare {TINY} --optimizer.beta1 0", "did you mean --optimizer.b1?"),

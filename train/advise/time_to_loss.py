@@ -11,7 +11,7 @@ from decentjax.runtime import Job
 from train.advise.rounds_advice import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
-from train.config import Config, RoundsMethod
+from train.config import Config
 from train.plain_files import read_json
 from train.run.method import build_method
 
@@ -160,8 +160,9 @@ def step_seconds(setting: Setting, config: Config) -> float:
         workers_per_node=cluster.workers_per_node,
     )
     topology = config.topology.build(workers)
-    if isinstance(config.method, RoundsMethod):
-        return rounds_seconds(setting, config.method.over(topology))
+    if method.rounds is not None:
+        rounds = dataclasses.replace(method.rounds, topology=topology)
+        return rounds_seconds(setting, rounds)
     # Of four bytes a number.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))

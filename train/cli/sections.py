@@ -17,7 +17,6 @@ import tyro
 from train.cli.load import load_function
 from train.config import (
     Config,
-    EveryStepMethod,
     ExchangeSection,
     MethodSection,
     PolicySection,
@@ -139,7 +138,7 @@ def _set_kind(config: Config, section: str, name: str) -> None:
     else:
         kind = kind_of(section, _in_one_word(section, name))
         value = now if type(now) is kind else kind()
-    if isinstance(now, EveryStepMethod) and isinstance(value, EveryStepMethod):
+    if hasattr(now, "policy") and hasattr(value, "policy"):
         value = dataclasses.replace(value, policy=now.policy)
     if outer:
         value = dataclasses.replace(getattr(config, outer), **{inner: value})

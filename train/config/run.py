@@ -203,8 +203,8 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
         ),
         Need(
             rounds is not None and rounds.delay == 0 and not config.is_apart,
-            "a method without a delay waits for its messages in the step that sends "
-            "them, and a second thread would hide nothing",
+            "a method without a delay (of rounds method.delay) waits for its messages "
+            "in the step that sends them, and a second thread would hide nothing",
             {"exchange": ("auto", "in_step")},
         ),
         Need(

@@ -13,7 +13,6 @@ from train.config import (
     AllReduceMethod,
     AwcMethod,
     Config,
-    EveryStepMethod,
     FixedPolicy,
     MethodSection,
     TopologyConfig,
@@ -170,7 +169,7 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     is_own = name == OWN or (make is not None and make is config.topology.make)
     if name in POLICIES:
         method = _with_policy(config, method, name, options)
-    elif isinstance(method, EveryStepMethod) and not is_own:
+    elif hasattr(method, "policy") and not is_own:
         method = dataclasses.replace(method, policy=FixedPolicy())
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))

@@ -9,6 +9,7 @@ from tests import line
 from tests.changes import changed
 from tests.checkout import ROOT
 from tests.trees import assert_close
+from train.config import RoundsMethod
 from train.run.loop import train
 from train.store.checkpoints import restore
 
@@ -28,9 +29,8 @@ def test_they_hold_what_this_version_trains(name, tmp_path):
     config = changed(
         line.config,
         num_steps=11,
-        step=dict(algorithm="rounds"),
         topology=dict(name=graph),
-        rounds=dict(delay=1, **ROUNDS[name]),
+        method=RoundsMethod(delay=1, **ROUNDS[name]),
     )
     state = train(config, tmp_path / "run").state
     found = restore(tmp_path / "rounds_0.3.0" / name, state)
