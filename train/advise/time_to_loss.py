@@ -181,7 +181,8 @@ def flags_of(config: Config, overlap: Overlap) -> str:
         "step.message_dtype": config.step.message_dtype,
         "topology.name": config.topology.name,
     }
-    for part, value in (("topology", config.topology), ("method", config.method)):
+    parts: dict[str, Any] = {"topology": config.topology, "method": config.method}
+    for part, value in parts.items():
         found = changes(vars(type(value)()), vars(value), f"{part}.")
         options |= {name: getattr(new, "name", new) for name, _, new in found}
     if method.hides_beside and overlap == "background":

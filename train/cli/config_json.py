@@ -230,8 +230,11 @@ def _defaults(kind: Any, fields: Any) -> dict[str, Any]:
         elif kinds and isinstance(given, str):
             found[field.name] = next(iter(kinds))
         elif kinds:
-            own = kinds.get(given.get("kind"))
-            found[field.name] = {"kind": next(iter(kinds))}
+            first = next(iter(kinds))
+            own, found[field.name] = (
+                kinds.get(given.get("kind", first)),
+                {"kind": first},
+            )
             found[field.name] |= {} if own is None else _defaults(own, given)
     return found
 

@@ -26,8 +26,8 @@ from train.fields import in_papers, nearest, place_of
 
 def kinds_of(hint: Any) -> dict[str, Any]:
     """The kinds of a section by name, the default one first; of others none."""
-    kinds = typing.get_args(hint)
-    return {kind.name: kind for kind in kinds if dataclasses.is_dataclass(kind)}
+    kinds: list[Any] = list(filter(dataclasses.is_dataclass, typing.get_args(hint)))
+    return {kind.name: kind for kind in kinds}
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[
 
 def name_of(section: Any) -> str:
     """The name of a section's kind, or the place of an own function."""
-    return section.name if dataclasses.is_dataclass(section) else place_of(section)
+    return place_of(section) if callable(section) else section.name
 
 
 def section_of(config: Any, section: str) -> Any:

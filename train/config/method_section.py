@@ -24,11 +24,8 @@ from decentjax.rounds import blend, cut_leaves, replace, shift
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
-from train.config.policy_section import FixedPolicy, PolicySection
+from train.config.policy_section import FixedPolicy, GraphParts, PolicySection
 from train.fields import checked
-
-if TYPE_CHECKING:
-    from train.config.run import Config
 
 
 def _codec_names() -> tuple[str, ...]:
@@ -84,11 +81,11 @@ class AwcMethod(EveryStepMethod):
     name: ClassVar[str] = "awc"
 
     def build(
-        self, config: "Config", sizes: Sequence[int] | None = None
+        self, parts: GraphParts, sizes: Sequence[int] | None = None
     ) -> Topology | Policy:
-        """Returns the plan of a config; see `RoundsMethod.build`."""
+        """Returns the plan; see `RoundsMethod.build`."""
         del sizes
-        return self.policy.build(config)
+        return self.policy.build(parts)
 
 
 @checked
@@ -101,10 +98,10 @@ class AtcMethod(EveryStepMethod):
 
     name: ClassVar[str] = "atc"
 
-    def build(self, config: "Config", sizes: Sequence[int] | None = None) -> Rounds:
-        """Returns the plan of a config; see `RoundsMethod.build`."""
+    def build(self, parts: GraphParts, sizes: Sequence[int] | None = None) -> Rounds:
+        """Returns the plan; see `RoundsMethod.build`."""
         del sizes
-        return Rounds(self.policy.build(config))
+        return Rounds(self.policy.build(parts))
 
 
 @checked
@@ -114,11 +111,11 @@ class AllReduceMethod:
     name: ClassVar[str] = "all_reduce"
 
     def build(
-        self, config: "Config", sizes: Sequence[int] | None = None
+        self, parts: GraphParts, sizes: Sequence[int] | None = None
     ) -> GradientMean:
-        """Returns the plan of a config; see `RoundsMethod.build`."""
+        """Returns the plan; see `RoundsMethod.build`."""
         del sizes
-        return all_reduce(config.workers.num_workers)
+        return all_reduce(parts.workers.num_workers)
 
 
 @checked
@@ -216,13 +213,13 @@ class RoundsMethod:
                 "since the last round: set method.every_steps to 2 or more"
             )
 
-    def build(self, config: "Config", sizes: Sequence[int] | None = None) -> Rounds:
-        """Returns the plan of a config; see `over` for the sizes.
+    def build(self, parts: GraphParts, sizes: Sequence[int] | None = None) -> Rounds:
+        """Returns the plan; see `over` for the sizes.
 
         Raises:
           ValueError: if the topology does not fit, or no leaf falls into a fragment.
         """
-        return self.over(config.topology.build(config.workers), sizes)
+        return self.over(parts.graph, sizes)
 
     def over(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
         """Returns the rounds over a topology.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,24 @@ from decentjax import policy as policies
 from decentjax.policy import Policy
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
-from train.config.graph import MOST_WORKERS, TopologyName
+from train.config.graph import MOST_WORKERS, TopologyConfig, TopologyName, WorkersConfig
+from train.config.optimizer import OptimizerConfig
 from train.config.schedule import build_schedule
 from train.fields import checked
 
-if TYPE_CHECKING:
-    from train.config.run import Config
+
+class GraphParts(NamedTuple):
+    """What decides the graphs of a run."""
+
+    topology: TopologyConfig
+    workers: WorkersConfig
+    optimizer: OptimizerConfig
+    num_steps: int
+
+    @property
+    def graph(self) -> Topology:
+        """The topology of the workers."""
+        return self.topology.build(self.workers)
 
 
 @checked
@@ -26,9 +38,9 @@ class FixedPolicy:
 
     name: ClassVar[str] = "fixed"
 
-    def build(self, config: "Config") -> Topology:
-        """Returns the graph of a config."""
-        return config.topology.build(config.workers)
+    def build(self, parts: GraphParts) -> Topology:
+        """Returns the graph."""
+        return parts.graph
 
 
 @checked
@@ -54,9 +66,9 @@ class ThinningPolicy:
         degree = 2 if self.degree is None else self.degree
         policies.thinning(2, degree, self.per_epoch, self.epoch_steps)
 
-    def build(self, config: "Config") -> Policy:
-        """Returns the policy of a config, with all graphs that it may choose."""
-        count = config.workers.num_workers
+    def build(self, parts: GraphParts) -> Policy:
+        """Returns the policy, with all graphs that it may choose."""
+        count = parts.workers.num_workers
         most = max(count - 1, 2) if self.degree is None else self.degree
         return policies.thinning(count, most, self.per_epoch, self.epoch_steps)
 
@@ -83,14 +95,14 @@ class HoldingPolicy:
         check_at_least(self, 1, "every_steps")
         policies.holding(policies.ladder(2), self.target)
 
-    def build(self, config: "Config") -> Policy:
-        """Returns the policy of a config, with all graphs that it may choose."""
-        named = dataclasses.replace(config.topology, make=None)
+    def build(self, parts: GraphParts) -> Policy:
+        """Returns the policy, with all graphs that it may choose."""
+        named = dataclasses.replace(parts.topology, make=None)
         graphs = [
-            dataclasses.replace(named, name=name).build(config.workers)
+            dataclasses.replace(named, name=name).build(parts.workers)
             for name in self.graphs
         ]
-        ladder = graphs or policies.ladder(config.workers.num_workers)
+        ladder = graphs or policies.ladder(parts.workers.num_workers)
         return policies.holding(ladder, self.target)
 
 
@@ -109,21 +121,21 @@ class DampingPolicy:
     def __post_init__(self):
         check_at_least(self, 0, "power")
 
-    def build(self, config: "Config") -> Policy:
-        """Returns the policy of a config; its factors are computed at the first step.
+    def build(self, parts: GraphParts) -> Policy:
+        """Returns the policy; its factors are computed at the first step.
 
         A factor is `(learning rate / peak)^p` after the peak, and 1 before.
         """
 
         @functools.cache
         def factors() -> np.ndarray:
-            schedule = build_schedule(config.optimizer, config.num_steps)
-            rates = np.array(jax.vmap(schedule)(jnp.arange(config.num_steps)))
+            schedule = build_schedule(parts.optimizer, parts.num_steps)
+            rates = np.array(jax.vmap(schedule)(jnp.arange(parts.num_steps)))
             found = np.clip(rates / rates.max(), 0, 1) ** self.power
             found[: rates.argmax()] = 1
             return found
 
-        graph = config.topology.build(config.workers)
+        graph = parts.graph
         return policies.damping(graph, lambda step: float(factors()[step]))
 
 
@@ -133,10 +145,10 @@ class MergedPolicy:
 
     name: ClassVar[str] = "merged"
 
-    def build(self, config: "Config") -> Policy:
-        """Returns the policy of a config."""
-        graph = config.topology.build(config.workers)
-        return policies.merged(graph, config.num_steps)
+    def build(self, parts: GraphParts) -> Policy:
+        """Returns the policy of a parts."""
+        graph = parts.graph
+        return policies.merged(graph, parts.num_steps)
 
 
 PolicySection = (

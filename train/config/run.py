@@ -37,6 +37,7 @@ from train.config.parts import (
     StepConfig,
     StragglerConfig,
 )
+from train.config.policy_section import GraphParts
 from train.fields import checked, place_of
 from train.tasks.task import TaskOptions
 
@@ -111,13 +112,18 @@ class Config:
             if need.applies:
                 _check_need(self, need)
         if _corrects(self) == "exact_diffusion":
-            _check_steady(topology_of(plan))
+            _check_steady(self.graph)
         _check_apart(self, plan)
 
     @property
     def plan(self) -> Plan:
         """Who averages what, and when; of fragments, each stands for a leaf."""
         return self.plan_of()
+
+    @property
+    def graph(self) -> Topology:
+        """The exchanges of its plan."""
+        return topology_of(self.plan)
 
     def plan_of(self, sizes: Sequence[int] | None = None) -> Plan:
         """Returns the plan for a model.
@@ -129,7 +135,8 @@ class Config:
           ValueError: if the method does not fit the workers or the model.
         """
         if isinstance(self.method, MethodSection):
-            return self.method.build(self, sizes)
+            parts = self.topology, self.workers, self.optimizer, self.num_steps
+            return self.method.build(GraphParts(*parts), sizes)
         return build_plan(self.method, self.workers.num_workers)
 
     @property
@@ -344,10 +351,10 @@ def _check_apart(config: Config, plan: Plan) -> None:
         return
     peer_graph(topology_of(plan), takes_groups=isinstance(plan, Rounds))
     check_whole(rounds_of(plan), math.inf if exchange.patience is None else 0)
-    if isinstance(exchange, QuorumExchange):
-        exchange.merge(num_workers).check(num_workers)
     if config.is_elastic:
         _check_places(config, exchange.quorum_of(num_workers))
+    if isinstance(exchange, QuorumExchange):
+        exchange.merge(num_workers).check(num_workers)
 
 
 def _check_places(config: Config, quorum: int) -> None:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from decentjax.plan import GradientMean, policy_of
 from train.cli.changes import with_fields
 from train.cli.load import load_function
 from train.cli.sections import KINDS
@@ -119,8 +118,9 @@ def say_left_out(config: Config, graphs: Sequence[str]) -> str | None:
     named = {graph.partition("@")[0] for graph in graphs}
     if graph_fields(config, OWN) in [graph_fields(config, name) for name in named]:
         return None
-    name, policy = config.topology.name, policy_of(config.plan)
-    also = "" if policy is None else f" by the policy {policy.name}"
+    name = config.topology.name
+    policy = getattr(config.method, "policy", FixedPolicy())
+    also = "" if policy == FixedPolicy() else f" by the policy {policy.name}"
     return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
 
 
@@ -151,7 +151,7 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         )
     topology = config.topology
     method = AwcMethod() if callable(config.method) else config.method
-    if isinstance(config.plan, GradientMean) and method is config.method:
+    if isinstance(method, AllReduceMethod):
         raise ValueError(
             "the config's own method averages gradients: give one with method awc or "
             f'atc, and "{ALL_REDUCE}" as a graph'

@@ -31,7 +31,6 @@ from decentjax.distributed.join import client, join, share, tell
 from decentjax.distributed.place import JobPlace, find_place
 from decentjax.distributed.watch import close_watch
 from decentjax.gossip import Engine
-from decentjax.plan import topology_of
 from decentjax.process.address import is_loopback, split_address
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
@@ -123,7 +122,7 @@ def meet(config: Config) -> list[str]:
     """
     fields = json.loads(to_json(config))
     del fields["distributed"]["process_id"]  # The only field in which they may differ.
-    topology = topology_of(config.plan)
+    topology = config.graph
     own = {
         "config": fields,
         "topology": hashlib.sha256(repr(topology.exchanges).encode()).hexdigest()[:12],

@@ -33,7 +33,6 @@ from train.config import (
     BackgroundExchange,
     Config,
     EveryStepMethod,
-    MethodSection,
     StepConfig,
 )
 from train.run.array_placement import Rule, shards_of
@@ -142,7 +141,7 @@ def build_method(config: Config, task: Task | None = None) -> Method:
         method = _in_rounds(config, task, plan)
     else:
         method = _every_step(config, task, plan)
-    name = own.name if isinstance(own, MethodSection) else own.__name__
+    name = getattr(own, "name", getattr(own, "__name__", ""))
     return dataclasses.replace(method, name=name)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from decentjax import gossip
 from decentjax.gossip.merging import LeftOut
-from decentjax.plan import topology_of
 from decentjax.topology import matrices
 from train.cli.tables import say_workers
 from train.config import Config
@@ -170,7 +169,7 @@ def _distrusted(one: LeftOut) -> str:
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:
     """The workers of other processes from which these receive."""
-    graph = matrices(topology_of(config.plan))
+    graph = matrices(config.graph)
     found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
     return found - set(workers)
 

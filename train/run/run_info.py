@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax import AXIS, WorkerState
-from decentjax.plan import policy_of, topology_of
+from decentjax.plan import policy_of
 from train.cli.tables import counted, write_json
 from train.config import Config
 from train.fields import fits, words
@@ -232,9 +232,8 @@ def worker_flops(
 
 def _graph(config: Config) -> str:
     """What the workers average over."""
-    plan = config.plan
-    is_chosen = policy_of(plan) is not None
-    return f"{'the graphs of the policy ' * is_chosen}{topology_of(plan).name}"
+    is_chosen = policy_of(config.plan) is not None
+    return f"{'the graphs of the policy ' * is_chosen}{config.graph.name}"
 
 
 def _exchange(config: Config, mesh: Mesh | None) -> str:

@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from tests import tiny
+from tests.changes import changed
 from tests.run_folders import column, make_run, timed
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
