@@ -24,7 +24,7 @@ from decentjax.rounds import blend, cut_leaves, replace, shift
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
-from train.config.policy_section import FixedPolicy, GraphParts, PolicySection
+from train.config.policy_section import FixedPolicy, PlanParts, PolicySection
 from train.fields import checked
 
 
@@ -80,11 +80,8 @@ class AwcMethod(EveryStepMethod):
 
     name: ClassVar[str] = "awc"
 
-    def build(
-        self, parts: GraphParts, sizes: Sequence[int] | None = None
-    ) -> Topology | Policy:
-        """Returns the plan; see `RoundsMethod.build`."""
-        del sizes
+    def build(self, parts: PlanParts) -> Topology | Policy:
+        """Returns the plan."""
         return self.policy.build(parts)
 
 
@@ -98,9 +95,8 @@ class AtcMethod(EveryStepMethod):
 
     name: ClassVar[str] = "atc"
 
-    def build(self, parts: GraphParts, sizes: Sequence[int] | None = None) -> Rounds:
-        """Returns the plan; see `RoundsMethod.build`."""
-        del sizes
+    def build(self, parts: PlanParts) -> Rounds:
+        """Returns the plan."""
         return Rounds(self.policy.build(parts))
 
 
@@ -110,11 +106,8 @@ class AllReduceMethod:
 
     name: ClassVar[str] = "all_reduce"
 
-    def build(
-        self, parts: GraphParts, sizes: Sequence[int] | None = None
-    ) -> GradientMean:
-        """Returns the plan; see `RoundsMethod.build`."""
-        del sizes
+    def build(self, parts: PlanParts) -> GradientMean:
+        """Returns the plan."""
         return all_reduce(parts.workers.num_workers)
 
 
@@ -213,13 +206,13 @@ class RoundsMethod:
                 "since the last round: set method.every_steps to 2 or more"
             )
 
-    def build(self, parts: GraphParts, sizes: Sequence[int] | None = None) -> Rounds:
-        """Returns the plan; see `over` for the sizes.
+    def build(self, parts: PlanParts) -> Rounds:
+        """Returns the plan.
 
         Raises:
           ValueError: if the topology does not fit, or no leaf falls into a fragment.
         """
-        return self.over(parts.graph, sizes)
+        return self.over(parts.graph, parts.sizes)
 
     def over(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
         """Returns the rounds over a topology.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -18,13 +19,14 @@ from train.config.schedule import build_schedule
 from train.fields import checked
 
 
-class GraphParts(NamedTuple):
-    """What decides the graphs of a run."""
+class PlanParts(NamedTuple):
+    """What decides the plan of a run, with the sizes of `RoundsMethod.over`."""
 
     topology: TopologyConfig
     workers: WorkersConfig
     optimizer: OptimizerConfig
     num_steps: int
+    sizes: Sequence[int] | None = None
 
     @property
     def graph(self) -> Topology:
@@ -38,7 +40,7 @@ class FixedPolicy:
 
     name: ClassVar[str] = "fixed"
 
-    def build(self, parts: GraphParts) -> Topology:
+    def build(self, parts: PlanParts) -> Topology:
         """Returns the graph."""
         return parts.graph
 
@@ -66,7 +68,7 @@ class ThinningPolicy:
         degree = 2 if self.degree is None else self.degree
         policies.thinning(2, degree, self.per_epoch, self.epoch_steps)
 
-    def build(self, parts: GraphParts) -> Policy:
+    def build(self, parts: PlanParts) -> Policy:
         """Returns the policy, with all graphs that it may choose."""
         count = parts.workers.num_workers
         most = max(count - 1, 2) if self.degree is None else self.degree
@@ -95,7 +97,7 @@ class HoldingPolicy:
         check_at_least(self, 1, "every_steps")
         policies.holding(policies.ladder(2), self.target)
 
-    def build(self, parts: GraphParts) -> Policy:
+    def build(self, parts: PlanParts) -> Policy:
         """Returns the policy, with all graphs that it may choose."""
         named = dataclasses.replace(parts.topology, make=None)
         graphs = [
@@ -121,7 +123,7 @@ class DampingPolicy:
     def __post_init__(self):
         check_at_least(self, 0, "power")
 
-    def build(self, parts: GraphParts) -> Policy:
+    def build(self, parts: PlanParts) -> Policy:
         """Returns the policy; its factors are computed at the first step.
 
         A factor is `(learning rate / peak)^p` after the peak, and 1 before.
@@ -145,7 +147,7 @@ class MergedPolicy:
 
     name: ClassVar[str] = "merged"
 
-    def build(self, parts: GraphParts) -> Policy:
+    def build(self, parts: PlanParts) -> Policy:
         """Returns the policy of a parts."""
         graph = parts.graph
         return policies.merged(graph, parts.num_steps)

@@ -37,7 +37,7 @@ from train.config.parts import (
     StepConfig,
     StragglerConfig,
 )
-from train.config.policy_section import GraphParts
+from train.config.policy_section import PlanParts
 from train.fields import checked, place_of
 from train.tasks.task import TaskOptions
 
@@ -136,7 +136,7 @@ class Config:
         """
         if isinstance(self.method, MethodSection):
             parts = self.topology, self.workers, self.optimizer, self.num_steps
-            return self.method.build(GraphParts(*parts), sizes)
+            return self.method.build(PlanParts(*parts, sizes))
         return build_plan(self.method, self.workers.num_workers)
 
     @property
