@@ -32,7 +32,7 @@ import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
 from decentjax.distributed.watch import close_watch, watch
-from train.cli.changes import as_changes, with_changes
+from train.cli.changes import FIELDS, as_changes, with_changes
 from train.cli.command import (
     FAILED,
     NOT_FINITE,
@@ -182,7 +182,8 @@ def _begin(path: Path, options: list[str]) -> None:
         else:
             run_here(config, folder, init_from=init_from, trust=trust, sinks=sinks)
 
-    from_options(run, prog=f"decentjax train {path}", args=options, config=AS_OPTIONS)
+    prog = f"decentjax train {path}"
+    from_options(run, prog=prog, args=options, also=FIELDS, config=AS_OPTIONS)
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:

@@ -150,6 +150,7 @@ COMMANDS = [
     (f"compare {TINY} --epochs 3", "no option --epochs: did you mean --num-steps?"),
     (f"compare {TINY} --optimizer.beta1 0", "did you mean --optimizer.b1?"),
     (f"compare {TINY} --num-steps many", f"--num-steps must be {INT}"),
+    (f"train {TINY} --local-steps 3", "did you mean --method.every-steps?"),
     (f"train {TINY} --epochs 3", "no option --epochs: did you mean --num-steps?"),
     (f"train {TINY} --optimizer.max-grad-norm 1", "mean --optimizer.clip-norm?"),
     (f"train {TINY} --bf16", "--bf16: did you mean --task.model.compute-dtype?"),
