@@ -46,7 +46,7 @@ from train.config.policy_section import (
     ThinningPolicy,
 )
 from train.config.run import FOLLOW_EXCHANGES, Config
-from train.config.schedule import build_schedule
+from train.config.learning_rate import build_schedule
 
 __all__ = [
     "FOLLOW_EXCHANGES",
