@@ -15,6 +15,7 @@ from train.config.exchange_section import (
     QuorumExchange,
 )
 from train.config.graph import TopologyConfig, TopologyName, WorkersConfig
+from train.config.learning_rate import build_schedule
 from train.config.method_section import (
     AllReduceMethod,
     AtcMethod,
@@ -46,7 +47,6 @@ from train.config.policy_section import (
     ThinningPolicy,
 )
 from train.config.run import FOLLOW_EXCHANGES, Config
-from train.config.learning_rate import build_schedule
 
 __all__ = [
     "FOLLOW_EXCHANGES",

@@ -14,8 +14,8 @@ from decentjax.policy import Policy
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_WORKERS, TopologyConfig, TopologyName, WorkersConfig
-from train.config.optimizer import OptimizerConfig
 from train.config.learning_rate import build_schedule
+from train.config.optimizer import OptimizerConfig
 from train.fields import checked
 
 
