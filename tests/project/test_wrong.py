@@ -169,7 +169,7 @@ COMMANDS = [
     (f"dbench {TINY} --minutes -1", "minutes must be positive, got -1"),
     (f"dbench {TINY} --change seed=1", "there is no option --change"),
     (f"train {TINY} --exchange.where peers", "no option --exchange.where"),
-    (f"compare {TINY} --policy.name thinning", "policy.name; did you mean --policy"),
+    (f"compare {TINY} --policy.name thinning", "policy.name; did you mean --method.policy"),
     ("replay nowhere", "nowhere holds no run of peers: they are those with --exch"),
     ("chaos nosuch.py --out nowhere", "there is no config file nosuch.py"),
     (f"chaos {TINY} --steps 1", "at least 2 processes and 6 steps, got 4 and 1"),
