@@ -39,14 +39,14 @@ def pace(step, state, metrics):
 config = dataclasses.replace(load_config(Path({config!r})), on_step=pace)
 """
 ROUNDS = (
-    *("--step.algorithm", "rounds", "--rounds.outer", "nesterov"),
-    *("--rounds.learning-rate", "0.7", "--rounds.momentum", "0.5"),
+    *("--method", "rounds", "--method.outer", "nesterov"),
+    *("--method.learning-rate", "0.7", "--method.momentum", "0.5"),
     *("--topology.name", "complete", "--exchange", "quorum"),
 )
 ELASTIC = ("--exchange", "peers", "--exchange.elastic", "--exchange.patience", "auto")
 METHODS = {
     "all-reduce, restarts from checkpoints": (
-        *("--step.algorithm", "all_reduce", "--topology.name", "complete"),
+        *("--method", "all_reduce", "--topology.name", "complete"),
     ),
     "averages in every step, elastic": (*ELASTIC, "--topology.name", "ring"),
     "rounds with a quorum": ROUNDS,
@@ -210,7 +210,7 @@ def _measure(
     if are_peers:
         argv += ["--exchange.bind", INTERFACE, "--exchange.silent-seconds", "3"]
     if "rounds" in options:
-        argv += ["--rounds.every-steps", str(bench.round_steps)]
+        argv += ["--method.every-steps", str(bench.round_steps)]
 
     def start(number: int) -> subprocess.Popen:
         is_slow = kills and number == count - 1

@@ -23,6 +23,7 @@ from decentjax import (
 from decentjax.dispersion import measured
 from decentjax.updates import check_loss
 from train.config import (
+    AwcMethod,
     Config,
     InStepExchange,
     TopologyConfig,
@@ -49,10 +50,10 @@ def for_workers(
         config,
         workers=WorkersConfig(num_workers=num_workers),
         topology=TopologyConfig(name=graph),
+        method=AwcMethod(),
         exchange=InStepExchange(),
         step=dataclasses.replace(
             config.step,
-            algorithm="awc",
             batch_per_worker=max(1, batch // num_workers),
             num_micro_batches=1,
         ),

@@ -11,6 +11,7 @@ import dataclasses
 
 from configs.wagma import wagma_digits
 from train.config import (
+    AtcMethod,
     DampingPolicy,
     HoldingPolicy,
     MergedPolicy,
@@ -24,7 +25,8 @@ dbench_digits = dataclasses.replace(
     name="dbench_digits",
     num_steps=600,
     topology=TopologyConfig(name="ring"),
-    step=StepConfig(algorithm="atc", batch_per_worker=2),
+    method=AtcMethod(),
+    step=StepConfig(batch_per_worker=2),
     optimizer=dataclasses.replace(
         wagma_digits.optimizer, learning_rate=0.3, decay_steps=(300, 450)
     ),
@@ -34,23 +36,23 @@ dbench_digits = dataclasses.replace(
 dbench_ada = dataclasses.replace(
     dbench_digits,
     name="dbench_ada",
-    policy=ThinningPolicy(degree=16, per_epoch=2.0, epoch_steps=60),
+    method=AtcMethod(policy=ThinningPolicy(degree=16, per_epoch=2.0, epoch_steps=60)),
 )
 # Ada in a closed loop, which holds a dispersion.
 dbench_ada_closed = dataclasses.replace(
     dbench_digits,
     name="dbench_ada_closed",
-    policy=HoldingPolicy(target=0.02),
+    method=AtcMethod(policy=HoldingPolicy(target=0.02)),
 )
 # DSGD-AC: a mixing factor that falls with the rate.
 dbench_ada_damping = dataclasses.replace(
     dbench_digits,
     name="dbench_ada_damping",
-    policy=DampingPolicy(),
+    method=AtcMethod(policy=DampingPolicy()),
 )
 # A ring, and one mean of all models at the last step.
 dbench_ada_merged = dataclasses.replace(
     dbench_digits,
     name="dbench_ada_merged",
-    policy=MergedPolicy(),
+    method=AtcMethod(policy=MergedPolicy()),
 )

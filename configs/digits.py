@@ -23,6 +23,7 @@ comes out worse than with DAdam, 0.5601 on the ring.
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -44,7 +45,7 @@ digits_accumadam_aer = Config(
     ),
     workers=WorkersConfig(num_workers=32, workers_per_node=8),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=2),
+    step=StepConfig(batch_per_worker=2),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=3e-2,
@@ -75,5 +76,5 @@ digits_dadam_complete = dataclasses.replace(
 digits_allreduce = dataclasses.replace(
     digits_dadam_complete,
     name="digits_allreduce",
-    step=dataclasses.replace(digits_dadam_complete.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
 )

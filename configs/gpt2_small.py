@@ -3,7 +3,7 @@
 Its text is the Python standard library's, as bytes, which is too little for it.
 Command: `decentjax preflight configs/gpt2_small.py --target h100 --nodes 126
 --gpus-per-node 8 --topology.name hierarchical --topology.between one_peer_ring --figure
-configs/gpt2_small.svg`; the tuned all-reduce with `--step.algorithm all_reduce
+configs/gpt2_small.svg`; the tuned all-reduce with `--method all_reduce
 --topology.name complete --step.xla-options
 xla_gpu_all_reduce_combine_threshold_bytes=100000000
 xla_gpu_experimental_parallel_collective_overlap_limit=4`; the slower network with
@@ -43,7 +43,7 @@ config = Config(
     ),
     workers=WorkersConfig(num_workers=8, workers_per_node=8),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=12),
+    step=StepConfig(batch_per_worker=12),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=6e-4,

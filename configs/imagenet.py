@@ -28,6 +28,7 @@ docs/hyperparameters.md has all rows.
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -57,7 +58,7 @@ imagenet_accumadam_aer = Config(
     data=DataConfig(num_processes=8),
     workers=WorkersConfig(num_workers=32, workers_per_node=8),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=32),
+    step=StepConfig(batch_per_worker=32),
     optimizer=OptimizerConfig(
         name="accum_adam",
         learning_rate=1.5e-3,
@@ -90,7 +91,7 @@ imagenet_dadam_complete = dataclasses.replace(
 imagenet_allreduce = dataclasses.replace(
     imagenet_dadam_complete,
     name="imagenet_allreduce",
-    step=dataclasses.replace(imagenet_dadam_complete.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
     optimizer=dataclasses.replace(
         imagenet_dadam_complete.optimizer,
         learning_rate=1e-3,

@@ -45,7 +45,7 @@ gpt_1_5b = Config(
     ),
     workers=WorkersConfig(num_workers=2, devices_per_worker=8, where="mesh"),
     topology=TopologyConfig(name="one_peer_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=64),
+    step=StepConfig(batch_per_worker=64),
     optimizer=OptimizerConfig(
         name="adamw",
         learning_rate=3e-4,
@@ -77,5 +77,5 @@ gpt_7b = dataclasses.replace(
             remat=True,
         )
     ),
-    step=StepConfig(algorithm="awc", batch_per_worker=16),
+    step=StepConfig(batch_per_worker=16),
 )

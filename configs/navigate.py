@@ -23,6 +23,9 @@ navigate_wagma, one seed: 0.862 after 100 steps, 0.869 after 200, 0.896 after 40
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
+    AwcMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -44,7 +47,8 @@ navigate_wagma = Config(
     task=NavigateTask(environments=16),
     workers=WorkersConfig(num_workers=8),
     topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=8),
-    step=StepConfig(algorithm="atc", batch_per_worker=8),
+    method=AtcMethod(),
+    step=StepConfig(batch_per_worker=8),
     optimizer=OptimizerConfig(
         name="adam",
         learning_rate=3.2e-2,
@@ -61,7 +65,7 @@ navigate_allreduce = dataclasses.replace(
     navigate_wagma,
     name="navigate_allreduce",
     topology=TopologyConfig(name="complete"),
-    step=dataclasses.replace(navigate_wagma.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
     optimizer=dataclasses.replace(navigate_wagma.optimizer, learning_rate=1.6e-2),
 )
 # DAdam, alternating exponential ring.
@@ -70,7 +74,7 @@ navigate_dadam_aer = dataclasses.replace(
     name="navigate_dadam_aer",
     workers=WorkersConfig(num_workers=8, workers_per_node=2),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=dataclasses.replace(navigate_wagma.step, algorithm="awc"),
+    method=AwcMethod(),
 )
 # Local SGD, the mean of all every 8 steps.
 navigate_local_sgd = dataclasses.replace(
@@ -122,7 +126,7 @@ navigate_uneven_dpsgd = dataclasses.replace(
     name="navigate_uneven_dpsgd",
     num_steps=900,
     topology=TopologyConfig(name="ring"),
-    step=dataclasses.replace(navigate_uneven_allreduce.step, algorithm="awc"),
+    method=AwcMethod(),
     optimizer=dataclasses.replace(
         navigate_uneven_allreduce.optimizer, learning_rate=1.2e-2
     ),
@@ -134,7 +138,7 @@ navigate_uneven_peers = dataclasses.replace(
     name="navigate_uneven_peers",
     num_steps=1100,
     topology=TopologyConfig(name="one_peer_exponential"),
-    step=dataclasses.replace(navigate_uneven_allreduce.step, algorithm="awc"),
+    method=AwcMethod(),
     optimizer=dataclasses.replace(
         navigate_uneven_allreduce.optimizer, learning_rate=6e-3
     ),
@@ -147,7 +151,7 @@ navigate_uneven_wagma = dataclasses.replace(
     name="navigate_uneven_wagma",
     num_steps=1000,
     topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=64),
-    step=dataclasses.replace(navigate_uneven_allreduce.step, algorithm="atc"),
+    method=AtcMethod(),
     exchange=GroupExchange(),
 )
 # Workers who exchange nothing, how fast steps can be: 0.567 after 1,100 steps, 10.82

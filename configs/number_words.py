@@ -24,6 +24,7 @@ not learn to translate in so short a run.
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -51,7 +52,7 @@ numbers_accumadam_aer = Config(
     ),
     workers=WorkersConfig(num_workers=16, workers_per_node=4),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=64),
+    step=StepConfig(batch_per_worker=64),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=6e-3,
@@ -82,6 +83,6 @@ numbers_dadam_complete = dataclasses.replace(
 numbers_allreduce = dataclasses.replace(
     numbers_dadam_complete,
     name="numbers_allreduce",
-    step=dataclasses.replace(numbers_dadam_complete.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
     optimizer=dataclasses.replace(numbers_dadam_complete.optimizer, learning_rate=3e-3),
 )

@@ -23,6 +23,7 @@ step.
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -52,7 +53,7 @@ openwebtext_accumadamw_aer = Config(
     ),
     workers=WorkersConfig(num_workers=16, workers_per_node=4),
     topology=TopologyConfig(name="alternating_exponential_ring", mean_every=1000),
-    step=StepConfig(algorithm="awc", batch_per_worker=30, num_micro_batches=2),
+    step=StepConfig(batch_per_worker=30, num_micro_batches=2),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=6e-4,
@@ -86,6 +87,6 @@ openwebtext_dadamw_complete = dataclasses.replace(
 openwebtext_allreduce = dataclasses.replace(
     openwebtext_dadamw_complete,
     name="openwebtext_allreduce",
-    step=dataclasses.replace(openwebtext_dadamw_complete.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
     optimizer=dataclasses.replace(openwebtext_dadamw_complete.optimizer, b2=0.95),
 )

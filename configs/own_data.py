@@ -37,7 +37,7 @@ text = Config(
     ),
     workers=WorkersConfig(num_workers=8, workers_per_node=4),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=4),
+    step=StepConfig(batch_per_worker=4),
     optimizer=OptimizerConfig(
         name="adamw",
         learning_rate=1e-2,

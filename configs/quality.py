@@ -10,6 +10,7 @@ Results: docs/results/quality.md.
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -17,7 +18,7 @@ from train.config import (
     LogConfig,
     OptimizerConfig,
     PeerExchange,
-    RoundsConfig,
+    RoundsMethod,
     StepConfig,
     TopologyConfig,
     WorkersConfig,
@@ -36,7 +37,7 @@ config = Config(
     ),
     workers=WorkersConfig(num_workers=4),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=4),
+    step=StepConfig(batch_per_worker=4),
     optimizer=OptimizerConfig(
         name="adamw",
         learning_rate=5e-3,
@@ -49,14 +50,13 @@ config = Config(
     log=LogConfig(every_steps=10, consensus_every_steps=600),
 )
 slower = dataclasses.replace(config.optimizer, learning_rate=2.5e-3)
-rounds = dataclasses.replace(config.step, algorithm="rounds")
 
 # AdamW, the mean of all gradients.
 quality_allreduce = dataclasses.replace(
     config,
     name="quality_allreduce",
     topology=TopologyConfig(name="complete"),
-    step=dataclasses.replace(config.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
     optimizer=slower,
 )
 # AccumAdamW, s = 2.
@@ -82,8 +82,7 @@ quality_bf16 = dataclasses.replace(
 quality_ring8 = dataclasses.replace(
     quality_ring,
     name="quality_ring8",
-    step=rounds,
-    rounds=RoundsConfig(every_steps=1, delay=1, merge="shift", codec="int8"),
+    method=RoundsMethod(every_steps=1, delay=1, merge="shift", codec="int8"),
 )
 # Rounds of two steps in 8 bits, and of four: pairs average what they sent as many steps
 # before, and keep what they have learned since.
@@ -91,22 +90,20 @@ quality_int8 = dataclasses.replace(
     config,
     name="quality_int8",
     topology=TopologyConfig(name="one_peer_exponential"),
-    step=rounds,
-    rounds=RoundsConfig(every_steps=2, delay=2, merge="shift", codec="int8"),
+    method=RoundsMethod(every_steps=2, delay=2, merge="shift", codec="int8"),
     optimizer=slower,
 )
 quality_int8_rare = dataclasses.replace(
     quality_int8,
     name="quality_int8_rare",
-    rounds=dataclasses.replace(quality_int8.rounds, every_steps=4, delay=4),
+    method=dataclasses.replace(quality_int8.method, every_steps=4, delay=4),
 )
 # DiLoCo, H = 20.
 quality_diloco = dataclasses.replace(
     config,
     name="quality_diloco",
     topology=TopologyConfig(name="complete"),
-    step=rounds,
-    rounds=RoundsConfig(every_steps=20, outer="nesterov", momentum=0.5),
+    method=RoundsMethod(every_steps=20, outer="nesterov", momentum=0.5),
     optimizer=slower,
 )
 # NoLoCo, H = 20.
@@ -114,15 +111,15 @@ quality_noloco = dataclasses.replace(
     quality_diloco,
     name="quality_noloco",
     topology=TopologyConfig(name="random_matching"),
-    rounds=RoundsConfig(every_steps=20, outer="heavy_ball", momentum=0.5),
+    method=RoundsMethod(every_steps=20, outer="heavy_ball", momentum=0.5),
 )
 # SparseLoCo, H = 5. Of a hundred numbers three are sent, in 2 bits each; the outer step
 # has no momentum, as what was dropped and is sent later takes its place.
 quality_sparse = dataclasses.replace(
     quality_diloco,
     name="quality_sparse",
-    rounds=dataclasses.replace(
-        quality_diloco.rounds,
+    method=dataclasses.replace(
+        quality_diloco.method,
         every_steps=5,
         learning_rate=2.0,
         momentum=0.0,

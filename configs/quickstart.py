@@ -14,11 +14,12 @@ of the text. The learning rate is the best of four, see docs/results/quickstart.
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
     OptimizerConfig,
-    RoundsConfig,
+    RoundsMethod,
     StepConfig,
     TopologyConfig,
     WorkersConfig,
@@ -34,7 +35,7 @@ config = Config(
     ),
     workers=WorkersConfig(num_workers=8, workers_per_node=4),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=4),
+    step=StepConfig(batch_per_worker=4),
     optimizer=OptimizerConfig(
         name="adamw",
         learning_rate=1e-2,
@@ -58,27 +59,24 @@ quickstart_allreduce = dataclasses.replace(
     config,
     name="quickstart_allreduce",
     topology=dataclasses.replace(config.topology, name="complete"),
-    step=dataclasses.replace(config.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
     optimizer=dataclasses.replace(config.optimizer, learning_rate=5e-3),
 )
 # A graph of single workers, whose messages are encoded. `decentjax compare
-# quickstart_codec --seeds 3 --vary rounds.codec none int8 int4`: 2.259 +- 0.012, 2.258
+# quickstart_codec --seeds 3 --vary method.codec none int8 int4`: 2.259 +- 0.012, 2.258
 # +- 0.020 and 2.454 +- 0.038 held-out bits per byte.
-rounds = StepConfig(algorithm="rounds", batch_per_worker=4)
 quickstart_codec = dataclasses.replace(
     config,
     name="quickstart_codec",
     topology=TopologyConfig(name="one_peer_exponential"),
-    step=rounds,
-    rounds=RoundsConfig(every_steps=1, delay=1, merge="shift"),
+    method=RoundsMethod(every_steps=1, delay=1, merge="shift"),
 )
 # DiLoCo: AdamW alone for 50 steps, then Nesterov's outer step.
 quickstart_diloco = dataclasses.replace(
     config,
     name="quickstart_diloco",
     topology=TopologyConfig(name="complete"),
-    step=rounds,
-    rounds=RoundsConfig(every_steps=50, outer="nesterov"),
+    method=RoundsMethod(every_steps=50, outer="nesterov"),
     optimizer=dataclasses.replace(config.optimizer, learning_rate=2.5e-3),
 )
 # NoLoCo: AdamW alone for 50 steps, then an outer step in pairs.
@@ -86,13 +84,13 @@ quickstart_noloco = dataclasses.replace(
     quickstart_diloco,
     name="quickstart_noloco",
     topology=TopologyConfig(name="random_matching"),
-    rounds=RoundsConfig(every_steps=50, outer="heavy_ball", momentum=0.5),
+    method=RoundsMethod(every_steps=50, outer="heavy_ball", momentum=0.5),
 )
 # Streaming DiLoCo: four fragments, each hidden behind five steps.
 quickstart_streaming = dataclasses.replace(
     quickstart_diloco,
     name="quickstart_streaming",
-    rounds=RoundsConfig(
+    method=RoundsMethod(
         every_steps=50,
         fragments=4,
         delay=5,

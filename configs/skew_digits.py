@@ -9,8 +9,10 @@ import dataclasses
 
 from configs.dbench import dbench_digits
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
     DataConfig,
-    RoundsConfig,
+    RoundsMethod,
     StepConfig,
     TopologyConfig,
     WorkersConfig,
@@ -21,14 +23,16 @@ config = dataclasses.replace(
     name="skew_digits",
     data=DataConfig(skew=("dirichlet", 0.1)),
     workers=WorkersConfig(num_workers=16, workers_per_node=8),
-    step=StepConfig(algorithm="atc", batch_per_worker=8),
+    method=AtcMethod(),
+    step=StepConfig(batch_per_worker=8),
 )
 # The mean of all gradients.
 skew_digits_all_reduce = dataclasses.replace(
     config,
     name="skew_digits_all_reduce",
     topology=TopologyConfig(name="complete"),
-    step=StepConfig(algorithm="all_reduce", batch_per_worker=8),
+    method=AllReduceMethod(),
+    step=StepConfig(batch_per_worker=8),
 )
 # Exact diffusion, D².
 skew_digits_d2 = dataclasses.replace(
@@ -47,8 +51,8 @@ skew_digits_qg = dataclasses.replace(
 skew_digits_tracking = dataclasses.replace(
     config,
     name="skew_digits_tracking",
-    step=StepConfig(algorithm="rounds", batch_per_worker=8),
-    rounds=RoundsConfig(every_steps=1, delay=1, tracking=True),
+    step=StepConfig(batch_per_worker=8),
+    method=RoundsMethod(every_steps=1, delay=1, tracking=True),
 )
 # Decentralized Adam.
 skew_digits_dadam = dataclasses.replace(

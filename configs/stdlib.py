@@ -22,6 +22,7 @@ accum_steps is 2: on two seeds of their own the mean model has 2.378 with 2, 2.3
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -41,7 +42,7 @@ stdlib_accumadamw_aer = Config(
     ),
     workers=WorkersConfig(num_workers=16, workers_per_node=4),
     topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=1),
+    step=StepConfig(batch_per_worker=1),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=5e-3,
@@ -72,5 +73,5 @@ stdlib_dadamw_complete = dataclasses.replace(
 stdlib_allreduce = dataclasses.replace(
     stdlib_dadamw_complete,
     name="stdlib_allreduce",
-    step=dataclasses.replace(stdlib_dadamw_complete.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
 )

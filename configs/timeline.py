@@ -2,7 +2,7 @@
 
 Command, as root, with the extra `emulate`: `decentjax emulate --nodes 4 --rate
 200mbit -- decentjax train timeline --distributed.enabled --run-dir runs/one-peer-ring`;
-once more with `--step.algorithm all_reduce --run-dir runs/all-reduce`; then `decentjax
+once more with `--method all_reduce --run-dir runs/all-reduce`; then `decentjax
 report runs/all-reduce runs/one-peer-ring --figures configs`.
 Hardware: 2 cores of an AMD EPYC, four processes, links of 200 Mbit/s.
 Wall time: 79 s and 76 s, most of it compiling and scores (Python 3.11, jax 0.10.2).
@@ -36,7 +36,6 @@ config = Config(
     workers=WorkersConfig(num_workers=4, workers_per_node=1),
     topology=TopologyConfig(name="one_peer_ring"),
     step=StepConfig(
-        algorithm="awc",
         batch_per_worker=8,
         # In a compiled step it sends for longer than it computes: two messages at a
         # time then leave each something to hide behind.

@@ -25,6 +25,9 @@ import dataclasses
 from configs.imagenet import imagenet_accumadam_aer
 from configs.wmt14 import wmt14_de_allreduce
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
+    AwcMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -47,7 +50,8 @@ wagma_digits = Config(
     ),
     workers=WorkersConfig(num_workers=64, workers_per_node=8),
     topology=TopologyConfig(name="butterfly_groups", group_size=8, mean_every=10),
-    step=StepConfig(algorithm="atc", batch_per_worker=2),
+    method=AtcMethod(),
+    step=StepConfig(batch_per_worker=2),
     optimizer=OptimizerConfig(
         name="sgd",
         learning_rate=1.0,
@@ -63,7 +67,6 @@ wagma_digits = Config(
 )
 slower = dataclasses.replace(wagma_digits.optimizer, learning_rate=0.3)
 slowest = dataclasses.replace(wagma_digits.optimizer, learning_rate=0.1)
-awc = dataclasses.replace(wagma_digits.step, algorithm="awc")
 # SGD, all-reduce of the gradients.
 wagma_digits_allreduce = dataclasses.replace(
     wagma_digits,
@@ -71,11 +74,11 @@ wagma_digits_allreduce = dataclasses.replace(
     topology=dataclasses.replace(
         wagma_digits.topology, name="complete", mean_every=None
     ),
-    step=dataclasses.replace(wagma_digits.step, algorithm="all_reduce"),
+    method=AllReduceMethod(),
 )
 # WAGMA-SGD in the order of the released code.
 wagma_digits_awc = dataclasses.replace(
-    wagma_digits, name="wagma_digits_awc", step=awc, optimizer=slower
+    wagma_digits, name="wagma_digits_awc", method=AwcMethod(), optimizer=slower
 )
 # Groups that never change.
 wagma_digits_fixed = dataclasses.replace(
@@ -98,7 +101,7 @@ wagma_digits_dpsgd = dataclasses.replace(
     wagma_digits,
     name="wagma_digits_dpsgd",
     topology=dataclasses.replace(wagma_digits.topology, name="ring", mean_every=None),
-    step=awc,
+    method=AwcMethod(),
     optimizer=slowest,
 )
 # SGP with one peer, and with two.
@@ -139,7 +142,8 @@ wagma_imagenet = dataclasses.replace(
     task=dataclasses.replace(imagenet_accumadam_aer.task, label_smoothing=0.0),
     workers=WorkersConfig(num_workers=64),
     topology=TopologyConfig(name="butterfly_groups", group_size=8, mean_every=10),
-    step=StepConfig(algorithm="atc", batch_per_worker=64),
+    method=AtcMethod(),
+    step=StepConfig(batch_per_worker=64),
     optimizer=OptimizerConfig(
         name="sgd",
         learning_rate=1.6,
@@ -178,7 +182,8 @@ wagma_wmt14 = dataclasses.replace(
     num_steps=10 * 1122,
     workers=WorkersConfig(num_workers=16),
     topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=8),
-    step=StepConfig(algorithm="atc", batch_per_worker=8192),
+    method=AtcMethod(),
+    step=StepConfig(batch_per_worker=8192),
     optimizer=dataclasses.replace(wmt14_de_allreduce.optimizer, warmup_steps=1122),
     evaluation=EvaluationConfig(every_steps=1122),
     checkpoint=CheckpointConfig(every_steps=1122),

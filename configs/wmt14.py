@@ -38,6 +38,7 @@ for 32, with N/2: `--workers.num-workers 32 --step.batch-per-worker 860
 import dataclasses
 
 from train.config import (
+    AllReduceMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -67,7 +68,7 @@ wmt14_de_accumadam_aer = Config(
     ),
     workers=WorkersConfig(num_workers=16, workers_per_node=4),
     topology=TopologyConfig(name="alternating_exponential_ring", mean_every=5372),
-    step=StepConfig(algorithm="awc", batch_per_worker=1720),
+    step=StepConfig(batch_per_worker=1720),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=7e-4,
@@ -87,14 +88,13 @@ wmt14_de_accumadam_aer = Config(
 complete_graph = TopologyConfig(name="complete")
 no_mean = TopologyConfig(name="alternating_exponential_ring")
 dadam = dataclasses.replace(wmt14_de_accumadam_aer.optimizer, name="adamw")
-all_reduce = dataclasses.replace(wmt14_de_accumadam_aer.step, algorithm="all_reduce")
 wmt14_de_accumadam_complete = dataclasses.replace(
     wmt14_de_accumadam_aer, name="wmt14_de_accumadam_complete", topology=complete_graph
 )
 wmt14_de_allreduce = dataclasses.replace(
     wmt14_de_accumadam_complete,
     name="wmt14_de_allreduce",
-    step=all_reduce,
+    method=AllReduceMethod(),
     optimizer=dataclasses.replace(dadam, b2=0.98),
 )
 # The paper's peaks for 8, 16 and 32 workers, 2.0e-3, 2.8e-3 and 3.8e-3, are taken to be

@@ -20,7 +20,7 @@ NAMES = ast.Name | ast.Attribute
 KINDS = NAMES | ast.Subscript | ast.BinOp  # Of a type alias.
 CAPITALISED = re.compile("_?[A-Z]+[a-z]")  # And no constant.
 ASKED = {
-    "an algorithm's name": ("step.algorithm",),
+    "the kind of a method": ("config.method.name", "EveryStepMethod"),
     "the kind of an exchange": (
         *("AutoExchange", "InStepExchange", "BackgroundExchange", "PeerExchange"),
         *("GroupExchange", "exchange.name"),

@@ -41,9 +41,9 @@ while True:  # A signal just before a sleep is handled after it.
     time.sleep(0.1)
 """
 ROUNDS = (
-    *("--step.algorithm", "rounds", "--rounds.every-steps", "8"),
-    *("--rounds.outer", "nesterov", "--rounds.learning-rate", "0.5"),
-    *("--rounds.momentum", "0.5", "--topology.name", "complete"),
+    *("--method", "rounds", "--method.every-steps", "8"),
+    *("--method.outer", "nesterov", "--method.learning-rate", "0.5"),
+    *("--method.momentum", "0.5", "--topology.name", "complete"),
 )
 RING = ("--exchange", "peers", "--topology.name", "ring")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from tests.changes import changed
 from tests.line import NOISY, Line
-from train.config import RoundsConfig, TopologyConfig
+from train.config import RoundsMethod, TopologyConfig
 
 
 class Wide(Line):
@@ -41,8 +41,7 @@ config = changed(
     num_steps=12,
     task=Wide(noise=0.5),
     topology=TopologyConfig(name="complete"),
-    step=dict(algorithm="rounds"),
-    rounds=RoundsConfig(
+    method=RoundsMethod(
         every_steps=4,
         fragments=2,
         delay=3,

@@ -44,7 +44,7 @@ from train.cli.load import check_folder, own_sinks
 from train.cli.new_run import read_new_run
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, OwnMethod, OwnTopology
+from train.cli.sections import ExchangeName, MethodName, OwnTopology, name_of
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.run.loop import Outcome, train
@@ -73,7 +73,7 @@ options that most need first (decentjax train CONFIG --help has all):
   --num-steps 500                     --workers.num-workers 4
   --lr 1e-3                           --workers.workers-per-node 2
   --bs 16 (of each worker)            --topology.name ring
-  --run-dir runs/mine                 --step.algorithm atc
+  --run-dir runs/mine                 --method atc
   --seed 1                            --exchange peers
 
 CONFIG is a Python file, one of the configs in a file as FILE.py:NAME, or one of these
@@ -152,6 +152,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     options, changes = as_changes(options)
     saved = saved_config(run_dir, step, known.trust)
     default, fields = with_changes(saved, changes, is_new=False)
+    method = name_of(default.method)
 
     def run(
         config: ConfigArgument = default,
@@ -159,7 +160,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
         exchange: ExchangeName = default.exchange.name,
-        own_method: OwnMethod = None,
+        method: MethodName = method,
         own_graph: OwnTopology = None,
     ) -> None:
         """Resumes a run with its own config.
@@ -171,7 +172,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
             saved models and moments, those of the saved workers in turn ("repeat"), or
             those of the first ("select").
         """
-        del trust, exchange, own_method, own_graph  # Read above.
+        del trust, exchange, method, own_graph  # Read above.
         run_here(config, run_dir, Resume(step, fields, workers), sinks=sinks)
 
     prog = f"decentjax resume {run_dir}"

@@ -25,6 +25,50 @@ WORDS = {
     bool: "True or False",
     types.NoneType: "None",
 }
+# What papers and other programs call a graph or a method: what to type here.
+PAPERS = {
+    "aer": "alternating_exponential_ring",
+    "base_graph": "base_k",
+    "cycle": "ring",
+    "exp": "exponential",
+    "fully_connected": "complete",
+    "one_peer_exp": "one_peer_exponential",
+    "static_exp": "exponential",
+    "adapt_then_combine": "atc",
+    "allreduce": "all_reduce",
+    "d_psgd": "awc",
+    "dadam": "awc",
+    "ddp": "all_reduce",
+    "dpsgd": "awc",
+    "gossip": "awc",
+    "ada": "awc --policy thinning",
+    "choco_sgd": "rounds --method.every-steps 1 --method.codec int8 --method.copies "
+    "--topology.name ring",
+    "d2": "atc --optimizer.name exact_diffusion --topology.name ring "
+    "--topology.factor 0.5",
+    "diloco": "rounds --method.every-steps 500 --method.outer nesterov "
+    "--topology.name complete",
+    "dsgd_ac": "awc --policy damping",
+    "gossip_pga": "awc --topology.mean-every 10",
+    "gradient_tracking": "rounds --method.every-steps 1 --method.delay 1 "
+    "--method.tracking",
+    "local_sgd": "rounds --topology.name complete",
+    "noloco": "rounds --method.every-steps 50 --method.outer heavy_ball "
+    "--method.momentum 0.5 --topology.name random_matching",
+    "wagma": "atc --exchange groups --topology.name butterfly_groups "
+    "--topology.mean-every 10",
+}
+
+
+def in_papers(name: Any) -> str:
+    """What to type for a name that papers use; the name itself if it is none.
+
+    Examples:
+      >>> from train.fields import in_papers
+      >>> in_papers("D-PSGD"), in_papers("ring")
+      ('awc', 'ring')
+    """
+    return PAPERS.get(str(name).lower().replace("-", "_"), str(name))
 
 
 @typing.dataclass_transform(
@@ -177,4 +221,6 @@ def nearest(value: Any, hint: Any) -> str | None:
         x for x in (hint, *typing.get_args(hint)) if typing.get_origin(x) is Literal
     ]
     names = [str(name) for kind in kinds for name in typing.get_args(kind)]
+    if (same := in_papers(value)) in names:
+        return same
     return next(iter(difflib.get_close_matches(str(value), names, n=1)), None)

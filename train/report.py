@@ -157,9 +157,10 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
 
 def _has_graph(run: History) -> bool:
     """Whether its topology is what it mixes by: not where a policy has graphs."""
-    step, policy = run.config.get("step", {}), run.config.get("policy", {})
-    has_graphs = policy.get("kind") in ("thinning", "holding")
-    return not has_graphs and step.get("algorithm") != "all_reduce"
+    match run.config.get("method"):
+        case {"kind": "all_reduce"} | {"policy": {"kind": "thinning" | "holding"}}:
+            return False
+    return True
 
 
 def _topology_section(run: History, trust: Sequence[str]) -> Section:

@@ -68,12 +68,12 @@ POWERSGD = tuple(
     for rank in (1, 4, 16)
 )
 OUTER = (
-    ("rounds.learning-rate", "0.35", "0.5", "0.7", "1.0"),
-    ("rounds.momentum", "0.0", "0.2", "0.5", "0.7", "0.9"),
+    ("method.learning-rate", "0.35", "0.5", "0.7", "1.0"),
+    ("method.momentum", "0.0", "0.2", "0.5", "0.7", "0.9"),
 )
 SPARSE = (
-    ("rounds.learning-rate", "1.0", "1.5", "2.0", "3.0"),
-    ("rounds.error-kept", "0.9", "0.95", "1.0"),
+    ("method.learning-rate", "1.0", "1.5", "2.0", "3.0"),
+    ("method.error-kept", "0.9", "0.95", "1.0"),
 )
 METHODS = (
     DDP,

@@ -89,11 +89,11 @@ def test_each_method_searches_its_fields_from_its_config():
     assert asked[0] == ("2.5e-3", "0.7", "0.5")
     assert values == {
         RATE: "5e-3",
-        "rounds.learning-rate": "1.0",
-        "rounds.momentum": "0.5",
+        "method.learning-rate": "1.0",
+        "method.momentum": "0.5",
     }
     assert text == (
-        "5e-3, rounds.learning-rate 1.0 (upper edge), rounds.momentum 0.5; "
+        "5e-3, method.learning-rate 1.0 (upper edge), method.momentum 0.5; "
         "tried 9 of 9 (unfinished)"
     )
     assert len(asked) == len(set(asked)) == 9

@@ -35,18 +35,18 @@ from decentjax.dispersion import (
     tensor_norms,
 )
 from decentjax.gossip import Background
-from decentjax.plan import schedule_of
+from decentjax.plan import policy_of, schedule_of
 from tests import line
 from tests.hlo import collective_names
 from train.cli.sections import kind_of
 from train.config import (
+    AwcMethod,
     HoldingPolicy,
     OptimizerConfig,
     WorkersConfig,
 )
 from train.run.loop import train
 from train.run.optimizers import build_schedule
-from train.run.policy_choice import build_policy
 from train.run.resume import Resume
 from train.run.setup import make_run
 from train.store.log import read_metrics
@@ -309,7 +309,7 @@ NOISY = dataclasses.replace(
 def policies(name, **options):
     own = {"thinning": {"epoch_steps": 5}, "holding": {"every_steps": 2}}.get(name, {})
     policy = kind_of("policy", name)(**own, **options)
-    return dataclasses.replace(NOISY, policy=policy)
+    return dataclasses.replace(NOISY, method=AwcMethod(policy=policy))
 
 
 def params_of(state):
@@ -363,7 +363,8 @@ def test_a_policy_takes_the_same_graphs_alone_and_as_seeds(name, options, tmp_pa
 
 
 def test_the_graphs_to_hold_a_dispersion_with_have_names():
-    made = build_policy(policies("holding", graphs=("complete", "one_peer_ring")))
+    made = policy_of(policies("holding", graphs=("complete", "one_peer_ring")).plan)
+    assert made is not None
     assert made.graphs == (topology.complete(8), topology.one_peer_ring(8))
     with pytest.raises(ValueError, match="graphs must be a tuple, each part one of"):
         HoldingPolicy(graphs=("rign",))
@@ -373,7 +374,8 @@ def test_the_mixing_factor_falls_with_the_learning_rate():
     optimizer = OptimizerConfig(warmup_steps=4, learning_rate=0.1)
     config = dataclasses.replace(policies("damping"), optimizer=optimizer)
     schedule = build_schedule(config.optimizer, config.num_steps)
-    made = build_policy(config)
+    made = policy_of(config.plan)
+    assert made is not None
     for step in range(config.optimizer.warmup_steps, config.num_steps):
         wanted = float(schedule(step)) / config.optimizer.learning_rate
         assert -1e-6 < made.menu[made.turn(step)].factor - wanted < 1 / 8 + 1e-6

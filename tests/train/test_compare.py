@@ -17,13 +17,17 @@ from tests.changes import changed, config_file
 from tests.outcomes import outcome
 from tests.paths import PLAIN, WAYS, Overflows, effect
 from train.cli.load import load_config
+from train.cli.sections import kind_of
 from train.compare import Comparison, _held_out, _varied, _with_fields
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
+    AwcMethod,
     GroupExchange,
     LogConfig,
     PeerExchange,
     QuorumExchange,
-    RoundsConfig,
+    RoundsMethod,
     ThinningPolicy,
     TopologyConfig,
     WorkersConfig,
@@ -152,7 +156,7 @@ def ignore(step: int, words: str) -> None:
 def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
     config = changed(
         LINE,
-        step=dict(algorithm=algorithm),
+        method=kind_of("method", algorithm)(),
         # Workers and their mean are to be far apart, and no period makes them one.
         workers=WorkersConfig(num_workers=5),
         topology=dict(name="one_peer_exponential"),
@@ -256,14 +260,14 @@ def test_a_gradient_ends_a_run_where_its_update_is_finite(train_it, tmp_path):
 WAGMA = changed(
     LINE,
     topology=dict(name="butterfly_groups", group_size=2, mean_every=4),
-    step=dict(algorithm="atc"),
+    method=AtcMethod(),
 )
 RING = changed(LINE, topology=dict(name="ring"))
 ROUNDS = changed(
     LINE,
     topology=dict(name="complete"),
-    step=dict(algorithm="rounds", message_dtype=None),
-    rounds=dict(every_steps=5),
+    step=dict(message_dtype=None),
+    method=RoundsMethod(every_steps=5),
 )
 
 
@@ -324,13 +328,17 @@ def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
     [
         (by_peers(WAGMA, "wagma"), Clock(), "give --clock.compute, such as 100ms"),
         (
-            changed(by_peers(WAGMA, "wagma"), step=dict(algorithm="awc")),
+            changed(by_peers(WAGMA, "wagma"), method=AwcMethod()),
             Clock(compute="1s"),
             "= atc have a clock, got awc",
         ),
         (by_peers(RING, "swaps"), Clock(compute="1s"), "= arrived have a clock, got s"),
         (by_peers(WAGMA, "wagma"), Clock(compute="fast"), "compute must be a number"),
-        (changed(RING, policy=ThinningPolicy()), Clock(compute="1s"), "and has no clo"),
+        (
+            changed(RING, method=AwcMethod(policy=ThinningPolicy())),
+            Clock(compute="1s"),
+            "and has no clo",
+        ),
     ],
 )
 def test_what_has_no_clock_is_refused(config, clock, words):
@@ -349,8 +357,8 @@ def test_a_message_takes_as_long_as_it_is():
     one = sent_seconds(RING)
     half = sent_seconds(changed(RING, step=dict(message_dtype="bfloat16")))
     assert half == pytest.approx(one / 2, rel=1e-3)
-    rounds = RoundsConfig(every_steps=1, delay=1, tracking=True)
-    tracking = changed(RING, step=dict(algorithm="rounds"), rounds=rounds)
+    rounds = RoundsMethod(every_steps=1, delay=1, tracking=True)
+    tracking = changed(RING, method=rounds)
     assert sent_seconds(tracking) == pytest.approx(2 * one, rel=1e-3)
 
 
@@ -369,16 +377,16 @@ def test_half_a_clock_is_refused(options, words):
 
 def test_late_workers_delay_a_mean_of_all():
     clock = Clock(compute="10ms", sigma=0, late_workers=1, late_by="90ms")
-    step = dict(algorithm="all_reduce", message_dtype=None)
-    times = clock.run(make_run(changed(RING, step=step, num_steps=8)), 0).times
+    config = changed(RING, method=AllReduceMethod(), num_steps=8)
+    times = clock.run(make_run(changed(config, step=dict(message_dtype=None))), 0).times
     np.testing.assert_allclose(times.end[-1], 8 * 0.1)
 
 
 def test_rounds_have_a_clock():
     """A round of every fourth step waits for a quarter of the messages."""
-    config = changed(RING, step=dict(algorithm="rounds"), num_steps=16)
+    config = changed(RING, method=RoundsMethod(), num_steps=16)
     each_step, fourth, coded = (
-        sent_seconds(changed(config, rounds=RoundsConfig(**rounds)))
+        sent_seconds(changed(config, method=RoundsMethod(**rounds)))
         for rounds in (
             {"every_steps": 1},
             {"every_steps": 4},
@@ -436,8 +444,8 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
         num_steps=8,
         workers=WorkersConfig(num_workers=num_workers),
         topology=dict(name="complete"),
-        step=dict(algorithm="rounds", message_dtype=None),
-        rounds=dict(every_steps=4, outer="nesterov", codec="int8"),
+        step=dict(message_dtype=None),
+        method=RoundsMethod(every_steps=4, outer="nesterov", codec="int8"),
     )
     # Two rounds, of two leaves of 5 bytes, at 125 bytes a second to each other worker.
     wanted = 2 * (num_workers - 1) * 2 * 5 / 125
@@ -447,7 +455,7 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
 @pytest.mark.slow
 def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
     out = tmp_path / "out"
-    changes = "name='late', exchange=GroupExchange(), step=dict(algorithm='atc'), "
+    changes = "name='late', exchange=GroupExchange(), method=AtcMethod(), "
     changes += "num_steps=6, evaluation=dict(every_steps=4), topology="
     groups = "dict(name='butterfly_groups', group_size=2, mean_every=4)"
     file = config_file(tmp_path / "late.py", changes + groups)
@@ -498,10 +506,13 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     kept = json.loads(path.read_text())
     del kept["outcome"]["training_loss"]
     path.write_text(json.dumps(kept))
-    # A field that it did not have yet has its default.
+    # One of an earlier version, with a method in three sections, is the same.
     other = tmp_path / f"{names[1]}.json"
     kept = json.loads(other.read_text())
-    del kept["config"]["rounds"]["copy_step"]
+    config = kept["config"]
+    config |= {"policy": config["method"].pop("policy"), "rounds": {"delay": 1}}
+    config["step"]["algorithm"] = config["method"]["kind"]
+    config["method"] = None
     other.write_text(json.dumps(kept))
     compare((LINE_FILE,), **options)
     again = capsys.readouterr().out
@@ -655,11 +666,11 @@ def test_a_search_keeps_to_its_budget_and_a_larger_one_goes_on(tmp_path, capsys)
 
 def test_the_values_of_a_choice_hold_together():
     """A round of four steps with a delay of eight does not fit; of eight it does."""
-    rounds = RoundsConfig(every_steps=4, delay=4)
-    config = changed(LINE, step=dict(algorithm="rounds"), rounds=rounds)
-    grid = Grid(("rounds.delay", "rounds.every-steps"), (("8",), ("8",)))
+    rounds = RoundsMethod(every_steps=4, delay=4)
+    config = changed(LINE, method=rounds)
+    grid = Grid(("method.delay", "method.every-steps"), (("8",), ("8",)))
     found = grid.set(config, ("8", "8"))
-    assert (found.rounds.delay, found.rounds.every_steps) == (8, 8)
+    assert (found.method.delay, found.method.every_steps) == (8, 8)
 
 
 def test_a_profile_has_the_best_of_each_value():
@@ -814,7 +825,7 @@ def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
     still = changed(LINE, optimizer=optimizer)
     other = changed(
         still,
-        step=changed(LINE.step, algorithm="all_reduce"),
+        method=AllReduceMethod(),
         optimizer=changed(optimizer, name="adamw"),
     )
     losses = np.array(

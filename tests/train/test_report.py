@@ -13,7 +13,7 @@ from decentjax import runtime, topology
 from tests import tiny
 from tests.changes import changed
 from tests.run_folders import make_run, timed
-from train.config import LogConfig, OptimizerConfig
+from train.config import AllReduceMethod, LogConfig, OptimizerConfig
 from train.figures.page import Section, write_page
 from train.figures.run_figure import draw_evaluations
 from train.figures.style import grid
@@ -82,7 +82,7 @@ def test_the_page_says_how_the_run_was_made_and_what_came_of_it(tmp_path):
     assert "0.8333 nats" in page
     assert "<pre>def &lt;f&gt;:</pre>" in page
     # What has its default is not among the fields.
-    assert "<td>step.algorithm</td>" not in page
+    assert "<td>method</td>" not in page
 
 
 def test_numbers_that_are_not_finite_are_shown_as_such(tmp_path):
@@ -177,10 +177,9 @@ def test_a_run_without_a_step_is_a_row(tmp_path):
 
 
 def test_all_reduce_has_no_topology(tmp_path):
-    step = changed(tiny.config.step, algorithm="all_reduce", message_dtype=None)
     runs = [
         make_run(tmp_path / "first", 2.5),
-        make_run(tmp_path / "all", 2.5, step=step),
+        make_run(tmp_path / "all", 2.5, method=AllReduceMethod()),
     ]
     page = write_report(runs, tmp_path / "page.html").read_text()
     assert "Topology of first" in page

@@ -26,7 +26,14 @@ from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, OwnMethod, OwnTopology, take_sections
+from train.cli.sections import (
+    ExchangeName,
+    MethodName,
+    OwnMethod,
+    OwnTopology,
+    name_of,
+    take_sections,
+)
 from train.config import CodecName, Config, TopologyConfig
 from train.job.distributed import fail_stop, leave, start
 from train.run.method import build_method
@@ -132,6 +139,7 @@ def _measured(arguments: list[str]) -> int:
         )
     path = Path(arguments[place + 1])
     default, rest = take_sections(load_config(path), rest)
+    method = name_of(default.method)
 
     def run(
         config: ConfigArgument = default,
@@ -140,7 +148,7 @@ def _measured(arguments: list[str]) -> int:
         race: Path | None = None,
         out: Path = Path("runs/advice"),
         exchange: ExchangeName = default.exchange.name,
-        own_method: OwnMethod = None,
+        method: MethodName = method,
         own_graph: OwnTopology = None,
     ) -> int:
         """Measures a config on these processes, predicts its step times, and advises.
@@ -154,7 +162,7 @@ def _measured(arguments: list[str]) -> int:
           race: file quality.json of `decentjax bench quality`.
           out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
-        del exchange, own_method, own_graph  # Read above.
+        del exchange, method, own_graph  # Read above.
         if min(steps, measured_steps) < 1:
             raise ValueError(
                 "steps and measured_steps must be positive, got "
@@ -197,7 +205,7 @@ def _here(
         return 0
     code = look(setting, steps, config.seed, EVERY, CODECS, out, contenders)
     has = {
-        "method": config.method is not None,
+        "method": callable(config.method),
         "rounds": build_method(config).rounds is not None,
         "step.message_dtype": config.step.message_dtype is not None,
     }

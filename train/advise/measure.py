@@ -27,7 +27,7 @@ from train.advise.rank import fitting
 from train.advise.setting import FORWARD_SHARES, Overlap, Setting
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
-from train.config import Config, RoundsConfig
+from train.config import AwcMethod, Config
 from train.job.distributed import gather
 from train.network import GBIT, duration
 from train.run.array_placement import put_batch, put_state
@@ -48,10 +48,9 @@ def measure(config: Config, num_steps: int) -> Setting:
     Raises:
       ValueError: if the workers are simulated, or do not fill their nodes.
     """
-    # The question is how the topologies would run, whichever algorithm is configured.
-    step = dataclasses.replace(config.step, algorithm="awc")
-    method, none = config.method, {"rounds": RoundsConfig(), "method": None}
-    config = dataclasses.replace(config, step=step, **none)
+    # The question is how the topologies would run, whichever method is configured.
+    method = config.method if callable(config.method) else None
+    config = dataclasses.replace(config, method=AwcMethod())
     run = make_run(config, build_place(config))
     mesh = run.mesh
     if mesh is None:

@@ -22,7 +22,7 @@ AS_FAST = 1.02  # Topologies within that factor of the fastest: consensus decide
 # Numbers of peers, where the default would repeat another graph.
 DEGREES = {"base_k": 1, "ring_lattice": 4}
 # A config has a topology too, which must fit the workers; this one fits any.
-ALL_REDUCE = "--step.algorithm all_reduce --topology.name complete"
+ALL_REDUCE = "--method all_reduce --topology.name complete"
 
 
 class Prediction(NamedTuple):
@@ -337,4 +337,4 @@ def _flags(config: TopologyConfig, overlap: Overlap) -> str:
         for option in ("name", *_options(config), "factor", "mean_every")
         if option != "name" or config.make is None
     ]
-    return " ".join([f"--step.algorithm awc --exchange {where}", *own, *options])
+    return " ".join([f"--method awc --exchange {where}", *own, *options])

@@ -18,7 +18,7 @@ from train.advise.setting import Setting
 from train.cli.config_json import changes
 from train.config import (
     CodecName,
-    RoundsConfig,
+    RoundsMethod,
     TopologyConfig,
     TopologyName,
     WorkersConfig,
@@ -100,7 +100,7 @@ def compare_rounds(
             topology = TopologyConfig(name=graph).build(workers)
             name = "DiLoCo" if rounds.outer != "none" else graph
             flags = _flags(graph, rounds)
-            rows.append(row(name, rounds.build(topology), codec, flags))
+            rows.append(row(name, rounds.over(topology), codec, flags))
     return rows + _own_rows(setting, row)
 
 
@@ -142,10 +142,10 @@ def _name_of(codec: Any) -> str:
 
 def _methods(
     every: int, codec: CodecName, hides: bool
-) -> dict[TopologyName, RoundsConfig]:
+) -> dict[TopologyName, RoundsMethod]:
     """The rounds over each graph; of models none whose codec would drop too much."""
-    common = functools.partial(RoundsConfig, every_steps=every, codec=codec)
-    found: dict[TopologyName, RoundsConfig] = {}
+    common = functools.partial(RoundsMethod, every_steps=every, codec=codec)
+    found: dict[TopologyName, RoundsMethod] = {}
     of_models = sends_models(make_codec(codec))
     # An outer optimizer moves models that have trained alone for a while.
     if every > 1 or of_models:
@@ -156,11 +156,11 @@ def _methods(
     return found
 
 
-def _flags(graph: TopologyName, rounds: RoundsConfig) -> str:
-    changed = changes(vars(RoundsConfig()), vars(rounds), "--rounds.")
+def _flags(graph: TopologyName, rounds: RoundsMethod) -> str:
+    changed = changes(vars(RoundsMethod()), vars(rounds), "--method.")
     flags = [f"{name.replace('_', '-')} {value}" for name, _, value in changed]
     flags += ["--exchange background"] if rounds.delay else []
-    return " ".join([f"--step.algorithm rounds --topology.name {graph}", *flags])
+    return " ".join([f"--method rounds --topology.name {graph}", *flags])
 
 
 def rounds_seconds(

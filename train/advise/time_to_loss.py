@@ -160,7 +160,8 @@ def step_seconds(setting: Setting, one: Contender) -> float:
     )
     topology = config.topology.build(workers)
     if method.rounds is not None:
-        return rounds_seconds(setting, config.rounds.build(topology))
+        rounds = dataclasses.replace(method.rounds, topology=topology)
+        return rounds_seconds(setting, rounds)
     # Of four bytes a number.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))
@@ -175,13 +176,14 @@ def flags_of(one: Contender, overlap: Overlap) -> str:
     config, method = one.config, build_method(one.config)
     options: dict[str, Any] = {
         "optimizer.name": config.optimizer.name,
-        "step.algorithm": method.name,
+        "method": method.name,
         "step.message_dtype": config.step.message_dtype,
         "topology.name": config.topology.name,
     }
-    for part, value in (("topology", config.topology), ("rounds", config.rounds)):
+    parts: dict[str, Any] = {"topology": config.topology, "method": config.method}
+    for part, value in parts.items():
         found = changes(vars(type(value)()), vars(value), f"{part}.")
-        options |= {name: new for name, _, new in found}
+        options |= {name: getattr(new, "name", new) for name, _, new in found}
     if method.hides_beside and overlap == "background":
         options["exchange"] = overlap
     return " ".join(

@@ -14,10 +14,10 @@ from train.cli.meaning import ELSEWHERE, meant
 from train.cli.options import AS_OPTIONS
 from train.cli.read import from_options
 from train.cli.sections import (
-    KINDS,
-    OWN,
+    WHOLE,
     full_name,
     take_sections,
+    value_of,
     with_a_shorter_warmup,
 )
 from train.config import Config
@@ -68,8 +68,7 @@ def take_fields(options: Sequence[str]) -> tuple[list[str], dict[str, list[str]]
 def _is_field(name: str) -> bool:
     section, dot, _ = name.replace("-", "_").partition(".")
     known = {one.name for one in dataclasses.fields(Config)}
-    alone = {"num_steps", "seed", *KINDS, *OWN}
-    return section in (known if dot else alone)
+    return section in (known if dot else ("num_steps", "seed", *WHOLE))
 
 
 # As options, for what is unknown.
@@ -159,10 +158,10 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
       ValueError: if there is no such field, or it would change nothing.
     """
     schedule = config.optimizer.schedule
-    values = {full_name(field): value for field, value in values.items()}
+    named = {full_name(field): value for field, value in values.items()}
+    values = {field: value_of(field, value) for field, value in named.items()}
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
-    sections = {*KINDS, *OWN}
-    values = {field: value for field, value in values.items() if field not in sections}
+    values = {field: value for field, value in values.items() if field not in WHOLE}
     for field, value in values.items():
         now = check_field(config, field, prog or f"--{field}")
         if now is False and not value:  # A flag has no value.

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from train.cli.old_config import upgraded
-from train.cli.sections import KINDS, kind_of
+from train.cli.sections import KINDS, kind_of, kinds_of, name_of, section_of
 from train.cli.trust import find_own, find_task
-from train.config import Config
+from train.config import Config, OptimizerConfig
 from train.fields import place_of, takes_function
 from train.plain_files import read_object
 from train.tasks.shipped import MODULES, is_shipped, shipped_task
@@ -38,7 +38,12 @@ def to_json(config: Config) -> str:
     name = kind.__name__ if is_shipped(kind) else place_of(kind)
     fields["task"] = {"kind": name, **fields["task"]}
     for section in KINDS:
-        fields[section] = {"kind": getattr(config, section).name, **fields[section]}
+        if dataclasses.is_dataclass(found := section_of(config, section)):
+            outer, _, inner = section.rpartition(".")
+            part = fields[outer] if outer else fields
+            part[inner] = {"kind": name_of(found), **part[inner]}
+    warmup = config.optimizer.warmup_over(config.num_steps)
+    fields["optimizer"]["warmup_steps"] = warmup
     return json.dumps(fields, indent=2, default=place_of) + "\n"
 
 
@@ -68,11 +73,7 @@ def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:
     try:
         own = kind not in MODULES
         found = find_task(kind, trust) if own else shipped_task(kind)
-        parts = {"task": make(found, of_task, trust)}
-        for section in KINDS.keys() & fields.keys():
-            kind, given = _kind_and_fields(fields[section])
-            parts[section] = make(kind_of(section, kind), given, trust)
-        return make(Config, {**fields, **parts}, trust)
+        return make(Config, {**fields, "task": make(found, of_task, trust)}, trust)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a config of another version: {error}") from error
 
@@ -87,8 +88,10 @@ def as_fields(fields: Any) -> dict[str, Any]:
     kind = task.get("kind") if isinstance(task, dict) else task
     if not (isinstance(task, dict) and isinstance(kind, str)):
         raise ValueError(f"{WANTED}, got {kind}")
-    for name in SECTIONS & fields.keys():
+    for name in {*SECTIONS, "rounds", "policy"} & fields.keys():
         section = fields[name]
+        if name == "method" and isinstance(section, str | None):
+            continue
         if not (isinstance(section, dict) and isinstance(section.get("kind", ""), str)):
             raise ValueError(
                 f"{name} must be an object, whose kind is a string, got {section}"
@@ -137,7 +140,7 @@ def sources(config: Config) -> tuple[str, ...]:
     fields = json.loads(to_json(config))
     parts = (place.rpartition(".") for place in PLACES)
     places = ((fields[x] if x else fields)[name] for x, _, name in parts)
-    return tuple(x.partition(":")[0] for x in places if x is not None and ":" in x)
+    return tuple(x.partition(":")[0] for x in places if isinstance(x, str) and ":" in x)
 
 
 def differences(
@@ -199,24 +202,37 @@ def _all_defaults(fields: dict[str, Any], task: type | None = None) -> dict[str,
     """The default of each field of a config, for a task of the same kind."""
     kind = fields["task"]["kind"]
     task = shipped_task(kind) if kind in MODULES else task
-    parts = {"task": {} if task is None else _defaults(task)}
-    for section, kinds in KINDS.items():
-        own = fields.get(section, {}).get("kind")
-        # Those of the same kind, of which the first one is the default.
-        parts[section] = {"kind": next(iter(kinds))}
-        parts[section] |= _defaults(kinds[own]) if own in kinds else {}
+    of_task = {} if task is None else _defaults(task, {})
+    found = {**_defaults(Config, fields), "task": of_task}
+    warmup = OptimizerConfig().warmup_over(fields["num_steps"])
+    found["optimizer"]["warmup_steps"] = warmup
     # From JSON too, where a tuple is a list.
-    return json.loads(json.dumps(_defaults(Config) | parts, default=place_of))
+    return json.loads(json.dumps(found, default=place_of))
 
 
-def _defaults(kind: Any) -> dict[str, Any]:
-    """The default of each field of a dataclass, those inside it as dicts."""
+def _defaults(kind: Any, fields: Any) -> dict[str, Any]:
+    """The default of each field of a dataclass, those inside it as dicts.
+
+    A section has the defaults of the same kind as that of the fields, but as its kind
+    the first one.
+    """
     hints, found = typing.get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
+        hint, given = hints[field.name], fields.get(field.name, {})
+        kinds = kinds_of(hint)
         if field.default is not dataclasses.MISSING:
             found[field.name] = field.default
-        elif dataclasses.is_dataclass(inner := hints[field.name]):
-            found[field.name] = _defaults(inner)
+        elif dataclasses.is_dataclass(hint):
+            found[field.name] = _defaults(hint, given)
+        elif kinds and isinstance(given, str):
+            found[field.name] = next(iter(kinds))
+        elif kinds:
+            first = next(iter(kinds))
+            own, found[field.name] = (
+                kinds.get(given.get("kind", first)),
+                {"kind": first},
+            )
+            found[field.name] |= {} if own is None else _defaults(own, given)
     return found
 
 
@@ -234,6 +250,9 @@ def make(kind: Any, fields: dict[str, Any], trust: Sequence[str] = ()) -> Any:
         hint = hints[name]
         if isinstance(x, dict) and dataclasses.is_dataclass(hint):
             return make(hint, x, trust)
+        if isinstance(x, dict) and kinds_of(hint):
+            of_kind, given = _kind_and_fields(x)
+            return make(kind_of(name, of_kind), given, trust)
         if isinstance(x, str) and takes_function(hint):
             return find_own(x, trust, f"{kind.__name__}.{name}")
         return _as_tuple(x)

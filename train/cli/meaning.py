@@ -15,7 +15,7 @@ ELSEWHERE = {
     "gpus num-gpus devices nproc nproc-per-node ranks",
     "--workers.workers-per-node": "gpus-per-node workers-per-host tasks-per-node",
     "--topology.name": "graph graphs",
-    "--step.algorithm": "algorithm strategy mode",
+    "--method": "algorithm strategy mode",
     "--step.batch-per-worker": "batch train-batch-size micro-batch-size "
     "per-device-train-batch-size per-device-batch-size",
     "--step.num-micro-batches": "gradient-accumulation-steps grad-accum "
@@ -26,7 +26,7 @@ ELSEWHERE = {
     "--task.model.width": "n-embd d-model hidden-size embed-dim",
     "--task.model.context": "block-size seq-len seq-length max-length context-length",
     "--task.model.vocabulary": "vocab-size",
-    "--rounds.every-steps": "local-steps inner-steps sync-every tau",
+    "--method.every-steps": "local-steps inner-steps sync-every tau",
     "--optimizer.name": "optimizer optim optimizer-type",
     "--optimizer.warmup-steps": "warmup num-warmup-steps lr-warmup-steps",
     "--optimizer.final-learning-rate": "min-lr final-lr eta-min",

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from train.cli.changes import FIELDS
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
 from train.cli.sections import (
     ExchangeName,
-    OwnMethod,
+    MethodName,
     OwnTopology,
     PolicyName,
+    name_of,
+    section_of,
     take_sections,
     with_a_shorter_warmup,
 )
@@ -43,6 +46,9 @@ def read_new_run(path: Path, options: Sequence[str]) -> NewRun:
         run = next(iter(after), f"runs/{default.name}")
         raise ValueError(f"a run brings its own config: decentjax resume {run}")
 
+    method = name_of(default.method)
+    policy = getattr(section_of(default, "method.policy"), "name", "fixed")
+
     def new_run(
         config: ConfigArgument = default,
         run_dir: Path | None = None,
@@ -50,8 +56,8 @@ def read_new_run(path: Path, options: Sequence[str]) -> NewRun:
         auto_resume: bool = False,
         trust: Trust = (),
         exchange: ExchangeName = default.exchange.name,
-        policy: PolicyName = default.policy.name,
-        own_method: OwnMethod = None,
+        method: MethodName = method,
+        policy: PolicyName = policy,
         own_graph: OwnTopology = None,
     ) -> NewRun:
         """Trains the config.
@@ -65,9 +71,11 @@ def read_new_run(path: Path, options: Sequence[str]) -> NewRun:
           auto_resume: whether to resume the run if the folder has a checkpoint; for
             schedulers that restart jobs, such as Slurm.
         """
-        del exchange, policy, own_method, own_graph  # Read above.
+        del exchange, method, policy, own_graph  # Read above.
         folder = run_dir or Path("runs") / config.name
         return NewRun(config, folder, init_from, auto_resume, trust)
 
     prog = f"decentjax train {path}"
-    return from_options(new_run, prog=prog, args=options, config=AS_OPTIONS)
+    return from_options(
+        new_run, prog=prog, args=options, also=FIELDS, config=AS_OPTIONS
+    )

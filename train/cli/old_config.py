@@ -1,4 +1,7 @@
-"""Reads the config.json of version 0.2, whose sections had fields of several kinds."""
+"""Reads the config.json of earlier versions.
+
+The sections of 0.2 had fields of several kinds, and up to 0.3 a method was in three.
+"""
 
 from typing import Any
 
@@ -16,6 +19,8 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
         fields["rounds"] = _rounds(fields.get("rounds", {}))
     if isinstance(policy, dict) and isinstance(policy.get("name"), str):
         fields["policy"] = _policy(policy)
+    if not isinstance(fields.get("method"), dict):
+        fields |= _method(fields)
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
         # The deadline of a step is in its place, and each start has its own.
         fields["distributed"] = {x: job[x] for x in job if x != "timeout_seconds"}
@@ -44,6 +49,16 @@ def _rounds(old: dict[str, Any]) -> dict[str, Any]:
     # 1 was the default, which is None now; with copies it is the step that was taken.
     unused = old.get("copy_step") == 1 and not old.get("copies")
     return {x: old[x] for x in old if not (unused and x == "copy_step")}
+
+
+def _method(fields: dict[str, Any]) -> dict[str, Any]:
+    """The sections of step.algorithm, rounds and policy, which are taken out."""
+    rounds, policy = fields.pop("rounds", {}), fields.pop("policy", {"kind": "fixed"})
+    step = dict(fields.get("step", {}))
+    kind = step.pop("algorithm", "awc")
+    parts = rounds if kind == "rounds" else {"policy": policy}
+    made = {"kind": kind, **({} if kind == "all_reduce" else parts)}
+    return {"step": step, "method": fields.get("method") or made}
 
 
 def _policy(old: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,18 @@ from train.config.exchange_section import (
     QuorumExchange,
 )
 from train.config.graph import TopologyConfig, TopologyName, WorkersConfig
+from train.config.learning_rate import build_schedule
+from train.config.method_section import (
+    AllReduceMethod,
+    AtcMethod,
+    AwcMethod,
+    CodecName,
+    EveryStepMethod,
+    MethodSection,
+    RoundsMethod,
+    make_codec,
+    sends_models,
+)
 from train.config.optimizer import OptimizerConfig
 from train.config.own import build_plan
 from train.config.parts import (
@@ -34,18 +46,15 @@ from train.config.policy_section import (
     PolicySection,
     ThinningPolicy,
 )
-from train.config.rounds_section import (
-    CodecName,
-    RoundsConfig,
-    make_codec,
-    sends_models,
-)
 from train.config.run import FOLLOW_EXCHANGES, Config
 
 __all__ = [
     "FOLLOW_EXCHANGES",
+    "AllReduceMethod",
     "ApartExchange",
+    "AtcMethod",
     "AutoExchange",
+    "AwcMethod",
     "BackgroundExchange",
     "CheckpointConfig",
     "CodecName",
@@ -54,6 +63,7 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "EvaluationConfig",
+    "EveryStepMethod",
     "ExchangeSection",
     "FixedPolicy",
     "GroupExchange",
@@ -61,11 +71,12 @@ __all__ = [
     "InStepExchange",
     "LogConfig",
     "MergedPolicy",
+    "MethodSection",
     "OptimizerConfig",
     "PeerExchange",
     "PolicySection",
     "QuorumExchange",
-    "RoundsConfig",
+    "RoundsMethod",
     "StepConfig",
     "StragglerConfig",
     "ThinningPolicy",
@@ -73,6 +84,7 @@ __all__ = [
     "TopologyName",
     "WorkersConfig",
     "build_plan",
+    "build_schedule",
     "make_codec",
     "sends_models",
 ]

@@ -121,7 +121,7 @@ class PeerExchange(ApartExchange):
 class QuorumExchange(ApartExchange):
     """Each process is a separate run, in rounds that end without late workers.
 
-    For step.algorithm = "rounds". Workers may come and go, as in an elastic run. See
+    For the method "rounds". Workers may come and go, as in an elastic run. See
     `decentjax.gossip.Quorum`.
 
     Args:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from train.config.checks import check_at_least
 from train.fields import checked
 
+WARMUP = 50  # Steps, of a run that is long enough.
+
 
 @checked
 class OptimizerConfig:
@@ -18,11 +20,12 @@ class OptimizerConfig:
         times parameters to the gradient. "muon" is for matrices; parameters of other
         shapes use Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm" correct
         for heterogeneous data; the first needs a topology.factor of 0.5, is D² with
-        step.algorithm = "atc" and EXTRA with "awc", and accumulates the rounding of
-        exchanges, so that rounds.tracking is better for many steps at a low rate.
+        method "atc" and EXTRA with "awc", and accumulates the rounding of exchanges, so
+        that method.tracking is better for many steps at a low rate.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
-      warmup_steps: number of steps up to the peak.
+      warmup_steps: number of steps up to the peak; None takes 50, or half of a short
+        run, and ends before `decay_steps`.
       decay: "cosine" down to the final learning rate at the last step; "inverse_sqrt",
         the peak times sqrt(warmup_steps / step); "steps", the peak times `decay_factor`
         once for each of the `decay_steps` reached.
@@ -38,7 +41,7 @@ class OptimizerConfig:
       eps: term added to the root of the second moment.
       weight_decay: coefficient for parameters of two dims or more.
       clip_norm: largest global norm of a worker's gradient, or of its estimate with
-        rounds.tracking; None does not clip.
+        method.tracking; None does not clip.
       make: your own function from the schedule to an optax optimizer, which replaces
         the named one, its options and the weight decay; at the top level of a module.
       schedule: your own function from `num_steps` to an optax schedule, which replaces
@@ -58,7 +61,7 @@ class OptimizerConfig:
     ] = "accum_adamw"
     learning_rate: float = 1e-3
     initial_learning_rate: float = 0.0
-    warmup_steps: int = 50
+    warmup_steps: int | None = None
     decay: Literal["cosine", "inverse_sqrt", "steps"] = "cosine"
     final_learning_rate: float = 1e-4
     decay_steps: tuple[int, ...] = ()
@@ -75,11 +78,11 @@ class OptimizerConfig:
 
     def __post_init__(self):
         check_at_least(self, 0, "learning_rate", "initial_learning_rate")
-        check_at_least(self, 0, "final_learning_rate", "warmup_steps")
+        check_at_least(self, 0, "final_learning_rate")
         check_at_least(self, 0, "eps", "weight_decay")
         check_at_least(self, 1, "accum_steps")
-        if self.decay == "inverse_sqrt":
-            check_at_least(self, 1, "warmup_steps")
+        if self.warmup_steps is not None:
+            check_at_least(self, int(self.decay == "inverse_sqrt"), "warmup_steps")
         self._check_decay_steps()
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
@@ -91,6 +94,13 @@ class OptimizerConfig:
                 f"optimizer.clip_norm must be positive, got {self.clip_norm}"
             )
 
+    def warmup_over(self, num_steps: int) -> int:
+        """The number of steps up to the peak, in a run of this many."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        before = (step - 1 for step in self.decay_steps)
+        return max(min(WARMUP, num_steps // 2, *before), self.decay == "inverse_sqrt")
+
     def _check_decay_steps(self) -> None:
         if self.decay_steps and self.decay != "steps":
             raise ValueError(
@@ -98,11 +108,11 @@ class OptimizerConfig:
                 f'"{self.decay}"'
             )
         # The decay begins after the warm-up.
-        ascending = (self.warmup_steps, *self.decay_steps)
+        ascending = (self.warmup_steps or 0, *self.decay_steps)
         if any(a >= b for a, b in itertools.pairwise(ascending)):
             raise ValueError(
                 "optimizer.decay_steps must ascend and be greater than warmup_steps = "
-                f"{self.warmup_steps}, got {self.decay_steps}"
+                f"{self.warmup_steps or 0}, got {self.decay_steps}"
             )
         if not 0 < self.decay_factor <= 1:
             raise ValueError(

@@ -39,9 +39,6 @@ class StepConfig:
     """One training step.
 
     Args:
-      algorithm: "awc" averages the models while the gradient is computed, "atc" after
-        the update, "rounds" every few steps, see `rounds`; "all_reduce" averages the
-        gradients instead.
       batch_per_worker: batch size per worker and step, in the task's unit: windows,
         images, or for translation tokens on each side.
       num_micro_batches: number of parts of that batch, computed one after another.
@@ -55,7 +52,6 @@ class StepConfig:
         as xla_gpu_... on a TPU, are ignored. Empty for XLA's defaults.
     """
 
-    algorithm: Literal["awc", "atc", "rounds", "all_reduce"] = "awc"
     batch_per_worker: int = 8
     num_micro_batches: int = 1
     message_dtype: Literal["bfloat16"] | None = None
@@ -66,8 +62,6 @@ class StepConfig:
         check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
         # For its errors: all platforms accept the same forms.
         read_options(self.xla_options, platform="cpu")
-        if self.algorithm == "all_reduce" and self.message_dtype is not None:
-            raise ValueError("all_reduce sends gradients: leave message_dtype at None")
 
 
 @checked

@@ -1,11 +1,37 @@
 """The graph of each step; see `decentjax.policy`."""
 
-from typing import ClassVar
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from decentjax import policy as policies
+from decentjax.policy import Policy
+from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
-from train.config.graph import MOST_WORKERS, TopologyName
+from train.config.graph import MOST_WORKERS, TopologyConfig, TopologyName, WorkersConfig
+from train.config.learning_rate import build_schedule
+from train.config.optimizer import OptimizerConfig
 from train.fields import checked
+
+
+class PlanParts(NamedTuple):
+    """What decides the plan of a run, with the sizes of `RoundsMethod.over`."""
+
+    topology: TopologyConfig
+    workers: WorkersConfig
+    optimizer: OptimizerConfig
+    num_steps: int
+    sizes: Sequence[int] | None = None
+
+    @property
+    def graph(self) -> Topology:
+        """The topology of the workers."""
+        return self.topology.build(self.workers)
 
 
 @checked
@@ -13,6 +39,10 @@ class FixedPolicy:
     """The topology; with `topology.mean_every` Gossip-PGA."""
 
     name: ClassVar[str] = "fixed"
+
+    def build(self, parts: PlanParts) -> Topology:
+        """Returns the graph."""
+        return parts.graph
 
 
 @checked
@@ -38,6 +68,12 @@ class ThinningPolicy:
         degree = 2 if self.degree is None else self.degree
         policies.thinning(2, degree, self.per_epoch, self.epoch_steps)
 
+    def build(self, parts: PlanParts) -> Policy:
+        """Returns the policy, with all graphs that it may choose."""
+        count = parts.workers.num_workers
+        most = max(count - 1, 2) if self.degree is None else self.degree
+        return policies.thinning(count, most, self.per_epoch, self.epoch_steps)
+
 
 @checked
 class HoldingPolicy:
@@ -61,6 +97,16 @@ class HoldingPolicy:
         check_at_least(self, 1, "every_steps")
         policies.holding(policies.ladder(2), self.target)
 
+    def build(self, parts: PlanParts) -> Policy:
+        """Returns the policy, with all graphs that it may choose."""
+        named = dataclasses.replace(parts.topology, make=None)
+        graphs = [
+            dataclasses.replace(named, name=name).build(parts.workers)
+            for name in self.graphs
+        ]
+        ladder = graphs or policies.ladder(parts.workers.num_workers)
+        return policies.holding(ladder, self.target)
+
 
 @checked
 class DampingPolicy:
@@ -77,12 +123,34 @@ class DampingPolicy:
     def __post_init__(self):
         check_at_least(self, 0, "power")
 
+    def build(self, parts: PlanParts) -> Policy:
+        """Returns the policy; its factors are computed at the first step.
+
+        A factor is `(learning rate / peak)^p` after the peak, and 1 before.
+        """
+
+        @functools.cache
+        def factors() -> np.ndarray:
+            schedule = build_schedule(parts.optimizer, parts.num_steps)
+            rates = np.array(jax.vmap(schedule)(jnp.arange(parts.num_steps)))
+            found = np.clip(rates / rates.max(), 0, 1) ** self.power
+            found[: rates.argmax()] = 1
+            return found
+
+        graph = parts.graph
+        return policies.damping(graph, lambda step: float(factors()[step]))
+
 
 @checked
 class MergedPolicy:
     """The topology, with a mean of all models at the last step."""
 
     name: ClassVar[str] = "merged"
+
+    def build(self, parts: PlanParts) -> Policy:
+        """Returns the policy of a parts."""
+        graph = parts.graph
+        return policies.merged(graph, parts.num_steps)
 
 
 PolicySection = (

@@ -1,28 +1,31 @@
 """A run: all sections of a config, and checks of their combinations."""
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Callable
-from dataclasses import field
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from decentjax import Rounds
-from decentjax.plan import GradientMean, Plan, topology_of
-from decentjax.topology import Permutations, Topology, matrices
+from decentjax.gossip.merging import check_whole
+from decentjax.gossip.peer_port import peer_graph
+from decentjax.plan import GradientMean, Plan, policy_of, rounds_of, topology_of
+from decentjax.topology import Topology, matrices
 from train.config.checks import check_at_least
 from train.config.exchange_section import (
     ApartExchange,
     AutoExchange,
-    BackgroundExchange,
     ExchangeSection,
     GroupExchange,
     PeerExchange,
     QuorumExchange,
 )
-from train.config.graph import TopologyConfig, WorkersConfig
+from train.config.graph import MOST_EXCHANGES, TopologyConfig, WorkersConfig
+from train.config.method_section import AwcMethod, MethodSection
 from train.config.optimizer import OptimizerConfig
 from train.config.own import build_plan
 from train.config.parts import (
@@ -34,8 +37,7 @@ from train.config.parts import (
     StepConfig,
     StragglerConfig,
 )
-from train.config.policy_section import FixedPolicy, PolicySection
-from train.config.rounds_section import RoundsConfig
+from train.config.policy_section import PlanParts
 from train.fields import checked, place_of
 from train.tasks.task import TaskOptions
 
@@ -44,18 +46,22 @@ ROUNDING = 1e-9  # Of eigenvalues.
 FOLLOW_EXCHANGES = ("exact_diffusion", "qg_dsgdm")
 
 
-class Algorithm(NamedTuple):
-    """What a config averages.
+IN_JOB = "auto", "in_step", "background"
+OWN = "your own function"
+
+
+class Need(NamedTuple):
+    """What excludes what.
 
     Args:
-      name: as `step.algorithm`; of an own method that of its kind of plan.
-      graph: its exchanges, whatever a policy chooses.
-      rounds: its rounds; None without any.
+      applies: whether the config has it.
+      why: what it is, and the reason.
+      fields: by name of a field, the values that go with it.
     """
 
-    name: str
-    graph: Topology
-    rounds: Rounds | None
+    applies: bool
+    why: str
+    fields: dict[str, tuple[Any, ...] | range]
 
 
 @checked
@@ -67,9 +73,8 @@ class Config:
       num_steps: number of steps per worker.
       task: data, model, loss and evaluation.
       seed: seed of the initial model, the order of the data and all other randomness.
-      method: your own function from the number of workers to a plan, in the place of
-        the topology, the algorithm, the rounds and the policy; at the top level of a
-        module. On the command line it is `--method FILE.py:NAME`.
+      method: who averages what, and when; or your own function from the number of
+        workers to a plan, which also has its own graph, at the top level of a module.
       on_step: your own function, called after each step in each process with the number
         of steps done, the state of its workers, which the next step donates, and their
         metrics; at the top level of a module.
@@ -85,9 +90,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    policy: PolicySection = field(default_factory=FixedPolicy)
+    method: MethodSection | Callable[..., Any] = field(default_factory=AwcMethod)
     step: StepConfig = field(default_factory=StepConfig)
-    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     exchange: ExchangeSection = field(default_factory=AutoExchange)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -95,7 +99,6 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    method: Callable[..., Any] | None = None
     on_step: Callable[[int, Any, Any], None] | None = None
     on_evaluation: Callable[[int, dict[str, float]], None] | None = None
 
@@ -103,38 +106,38 @@ class Config:
         _check_task(self.task)
         _check_length(self)
         _check_nodes(self.workers)
-        _check_method(self)
-        # Raises if the topology or the plan does not fit the workers.
-        algorithm = self.algorithm
-        _check_messages(self, algorithm)
-        _check_correction(self, algorithm)
-        match self.exchange:
-            case PeerExchange():
-                _check_peers(self, algorithm)
-            case QuorumExchange():
-                _check_quorum(self, self.exchange, algorithm.rounds)
-            case GroupExchange():
-                _check_groups(self)
+        # Raises if the topology or the method does not fit the workers.
+        plan = self.plan
+        for need in _needs(self, plan):
+            if need.applies:
+                _check_need(self, need)
+        if _corrects(self) == "exact_diffusion":
+            _check_steady(self.graph)
+        _check_apart(self, plan)
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of an own method; None without one."""
-        if self.method is None:
-            return None
+    def plan(self) -> Plan:
+        """Who averages what, and when; of fragments, each stands for a leaf."""
+        return self.plan_of()
+
+    @property
+    def graph(self) -> Topology:
+        """The exchanges of its plan."""
+        return topology_of(self.plan)
+
+    def plan_of(self, sizes: Sequence[int] | None = None) -> Plan:
+        """Returns the plan for a model.
+
+        Args:
+          sizes: numbers of each leaf of the model, see `RoundsMethod.over`.
+
+        Raises:
+          ValueError: if the method does not fit the workers or the model.
+        """
+        if isinstance(self.method, MethodSection):
+            parts = self.topology, self.workers, self.optimizer, self.num_steps
+            return self.method.build(PlanParts(*parts, sizes))
         return build_plan(self.method, self.workers.num_workers)
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """What is averaged; of rounds in fragments, each stands for a leaf."""
-        plan, name = self.plan, self.step.algorithm
-        if plan is None:
-            graph = self.topology.build(self.workers)
-            rounds = self.rounds.build(graph) if name == "rounds" else None
-            return Algorithm(name, graph, rounds)
-        if isinstance(plan, Rounds):
-            return Algorithm("rounds", topology_of(plan), plan)
-        name = "all_reduce" if isinstance(plan, GradientMean) else "awc"
-        return Algorithm(name, topology_of(plan), None)
 
     @property
     def is_apart(self) -> bool:
@@ -166,10 +169,10 @@ def _check_length(config: Config) -> None:
             f"num_steps = {config.num_steps}"
         )
     # The decay begins after the warm-up and needs a step of its own.
-    given = config.optimizer.schedule
-    if given is None and config.optimizer.warmup_steps >= config.num_steps:
+    warmup = config.optimizer.warmup_steps
+    if config.optimizer.schedule is None and (warmup or 0) >= config.num_steps:
         raise ValueError(
-            f"warmup_steps = {config.optimizer.warmup_steps} must be less than "
+            f"warmup_steps = {warmup} must be less than "
             f"num_steps = {config.num_steps}: set optimizer.warmup-steps, to "
             f"{config.num_steps // 10} for example"
         )
@@ -187,95 +190,120 @@ def _check_nodes(workers: WorkersConfig) -> None:
         )
 
 
-def _check_method(config: Config) -> None:
-    """Raises a ValueError for options that say in part what an own method says."""
-    if config.method is None:
-        return
-    others = {
-        "step.algorithm": config.step.algorithm != StepConfig().algorithm,
-        "rounds": config.rounds != RoundsConfig(),
-        "policy": not isinstance(config.policy, FixedPolicy),
-    }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise ValueError(
-            f"method = {place_of(config.method)} is a whole algorithm: leave "
-            f"{' and '.join(given)} at the default, or leave out the method"
-        )
-    if config.is_elastic or isinstance(config.exchange, GroupExchange):
-        raise ValueError(
-            f"exchange = {config.exchange.name} makes its own plan for the workers "
-            f"that are there, and method = {place_of(config.method)} is another: use "
-            "exchange = peers that are not elastic, or --topology for a graph"
-        )
+def _needs(config: Config, plan: Plan) -> list[Need]:
+    """What each part of a config needs of the others."""
+    rounds = None if isinstance(plan, GradientMean) else rounds_of(plan)
+    coded = None if rounds is None else rounds.compression
+    exchange, corrects, policy = config.exchange, _corrects(config), policy_of(plan)
+    keeps_sums = rounds is not None and rounds.keeps_sums
+    is_plain = rounds is not None and rounds.every == 1 and not rounds.has_hooks
+    return [
+        Need(
+            rounds is None,
+            "all_reduce sends gradients, and waits for those of all workers",
+            {"step.message_dtype": (None,), "exchange": IN_JOB},
+        ),
+        Need(
+            coded is not None,
+            "messages have one form, of a codec or a dtype",
+            {"step.message_dtype": (None,)},
+        ),
+        Need(
+            rounds is not None and rounds.delay == 0 and not config.is_apart,
+            "a method without a delay (of rounds method.delay) waits for its messages "
+            "in the step that sends them, and a second thread would hide nothing",
+            {"exchange": ("auto", "in_step")},
+        ),
+        Need(
+            policy is not None,
+            "a policy chooses the exchange of a step before it begins, in the "
+            "compiled step",
+            {"exchange": ("auto", "in_step")},
+        ),
+        Need(
+            corrects in FOLLOW_EXCHANGES and not (is_plain and coded is None),
+            f"optimizer.name = {corrects} uses the movement by the exchange of each "
+            "step, which rounds of every_steps = 1 without codec and tracking have too",
+            {"method": ("awc", "atc")},
+        ),
+        Need(
+            keeps_sums or corrects == "exact_diffusion",
+            "exact_diffusion, method.tracking and methods that keep sums add what "
+            "exchanges move, including missing, rounded or non-finite parts, and "
+            "changes of graph",
+            {
+                "method.policy": ("fixed",),
+                "step.message_dtype": (None,),
+                "step.not_finite": ("stop",),
+                "exchange": (*IN_JOB, "peers"),
+                "exchange.patience": (None,),
+                "exchange.way": ("arrived",),
+            },
+        ),
+        Need(
+            coded is not None and coded.kind.sends_changes,
+            "messages of changes are summed by their receivers, and none may be lost",
+            {"exchange.patience": (None,)},
+        ),
+        Need(
+            config.is_apart,
+            "peers send models in their own dtype",
+            {"step.message_dtype": (None,)},
+        ),
+        Need(
+            isinstance(exchange, PeerExchange),
+            "peers do not wait for the messages of a step",
+            {"method": ("awc", "rounds", OWN)},
+        ),
+        Need(
+            isinstance(exchange, PeerExchange) and isinstance(plan, Rounds),
+            "rounds are averaged as they arrive",
+            {"exchange.way": ("arrived",)},
+        ),
+        Need(
+            isinstance(exchange, PeerExchange) and exchange.elastic,
+            "elastic peers average over the graph of those that are there, and rounds "
+            "of workers that come and go have exchange = quorum",
+            {"method": ("awc",)},
+        ),
+        Need(
+            isinstance(exchange, QuorumExchange),
+            "a quorum merges whole models, in rounds of the workers that are there",
+            {"method": ("rounds",), "method.codec": ("none",)},
+        ),
+        Need(
+            isinstance(exchange, GroupExchange),
+            "groups are those of WAGMA-SGD",
+            {
+                "method": ("awc", "atc"),
+                "topology.make": (None,),
+                "topology.name": ("butterfly_groups",),
+                "topology.mean_every": range(1, MOST_EXCHANGES + 1),
+            },
+        ),
+    ]
 
 
-def _check_messages(config: Config, of: Algorithm) -> None:
-    """Raises a ValueError for messages that the algorithm cannot send."""
-    algorithm, rounds, exchange = of.name, of.rounds, config.exchange
-    at_once = rounds is not None and rounds.delay == 0
-    is_beside = isinstance(exchange, BackgroundExchange)
-    if is_beside and (algorithm == "atc" or at_once):
-        raise ValueError(
-            f"{algorithm} waits for its messages in the step that sends them, so "
-            'nothing overlaps a background exchange; set exchange to "in_step"'
-            + (", or rounds.delay to 1 or more" if at_once else "")
-        )
-    chooses = not isinstance(config.policy, FixedPolicy)
-    if chooses and (is_beside or config.is_apart or algorithm not in ("awc", "atc")):
-        raise ValueError(
-            f"the policy {config.policy.name} chooses the exchange of a step before it "
-            "begins: it needs one in the compiled step, exchange = in_step, got "
-            f"{exchange.name} with {algorithm}"
-        )
-    if config.step.message_dtype is None:
-        return
-    if algorithm == "all_reduce":
-        raise ValueError("all_reduce sends gradients: leave message_dtype at None")
-    if rounds is not None and rounds.compression is not None:
-        raise ValueError(
-            "messages have one form: leave step.message_dtype at None, or "
-            'rounds.codec at "none"'
-        )
+def _check_need(config: Config, need: Need) -> None:
+    """Raises a ValueError for a field with a value that does not go with the need."""
+    for name, wanted in need.fields.items():
+        got: Any = functools.reduce(_part, name.split("."), config)
+        place = place_of(got) if callable(got) else ""
+        value = OWN if place else getattr(got, "name", got)
+        if value is not MISSING and value not in wanted:
+            is_number = isinstance(wanted, range)
+            allowed = "a number" if is_number else " or ".join(map(str, wanted))
+            got = place or value
+            raise ValueError(f"{need.why}: set {name} to {allowed}, got {got}")
 
 
-def _check_correction(config: Config, of: Algorithm) -> None:
-    """Raises a ValueError for corrections that the exchange would break."""
-    name = config.optimizer.name if config.optimizer.make is None else ""
-    step, rounds = config.step, of.rounds
-    tracks = rounds is not None and rounds.keeps_sums
-    plain = rounds is None or (
-        rounds.every == 1 and rounds.compression is None and not rounds.has_hooks
-    )
-    in_each_step = of.name != "all_reduce" and plain
-    if name in FOLLOW_EXCHANGES and not in_each_step:
-        raise ValueError(
-            f"optimizer.name = {name} uses the movement by the exchange of each "
-            'step: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
-            f"without codec and tracking, got {_averages(config)}"
-        )
-    if name == "exact_diffusion":
-        _check_steady(of.graph)
-    if name != "exact_diffusion" and not tracks:
-        return
-    needed = {
-        "policy": (config.policy.name, "fixed"),
-        "step.message_dtype": (step.message_dtype, None),
-        "step.not_finite": (step.not_finite, "stop"),
-    }
-    match config.exchange:
-        case PeerExchange(patience=patience, way=way):
-            needed |= {"exchange.patience": (patience, None)}
-            needed |= {"exchange.way": (way, "arrived")}
-        case GroupExchange() | QuorumExchange():
-            needed |= {"exchange": (config.exchange.name, "peers")}
-    for name, (got, wanted) in needed.items():
-        if got != wanted:
-            raise ValueError(
-                "exact_diffusion, rounds.tracking and methods that keep sums add what "
-                "exchanges move, including missing, rounded or non-finite parts, and "
-                "changes of graph: "
-                f"set {name} to {wanted}, got {got}"
-            )
+def _part(config: Any, name: str) -> Any:
+    return getattr(config, name, MISSING)
+
+
+def _corrects(config: Config) -> str:
+    """The name of its optimizer; empty of an own one."""
+    return "" if config.optimizer.make else config.optimizer.name
 
 
 def _check_steady(topology: Topology) -> None:
@@ -316,115 +344,17 @@ def _check_task(task: Any) -> None:
         ) from error
 
 
-def _averages(config: Config) -> str:
-    """What a config averages, for errors."""
-    rounds = config.rounds
-    if config.method is not None:
-        return f"method = {place_of(config.method)}"
-    return (
-        f"{config.step.algorithm} with {rounds.every_steps}, {rounds.codec} and "
-        f"{rounds.tracking}"
-    )
-
-
-def _coded(config: Config) -> str:
-    """What encodes the messages of a config, for errors."""
-    if config.method is not None:
-        return f"method = {place_of(config.method)}"
-    codec = config.rounds.codec
-    return f"rounds.codec = {codec} with rounds.copies or an outer optimizer"
-
-
-def _check_peers(config: Config, of: Algorithm) -> None:
-    """Raises a ValueError for options that need collectives between processes."""
-    exchange, topology, rounds = config.exchange, of.graph, of.rounds
-    assert isinstance(exchange, PeerExchange)
-    _check_apart(config, "awc", "rounds")
-    for one in topology:
-        # A round sends a mean over a group as messages between all members.
-        can_send = isinstance(one.between, Permutations) or rounds is not None
-        if one.workers_per_node > 1 or not can_send:
-            raise ValueError(
-                f"{topology.name} averages over groups or nodes, which takes "
-                "collectives; peers need a graph of single workers, such as ring"
-            )
-    compression = None if rounds is None else rounds.compression
-    if (
-        compression is not None
-        and compression.kind.sends_changes
-        and exchange.patience is not None
-    ):
-        raise ValueError(
-            f"{_coded(config)} sends changes, and a lost message would leave the "
-            "copies of a worker wrong: set exchange.patience to None, got "
-            f"{exchange.patience}"
-        )
-    if rounds is not None and exchange.way != "arrived":
-        raise ValueError(
-            "rounds are averaged as they arrive: set exchange.way to arrived, got "
-            f"{exchange.way}"
-        )
-    if exchange.elastic:
-        _check_elastic(config, exchange)
-
-
-def _check_quorum(
-    config: Config, exchange: QuorumExchange, rounds: Rounds | None
-) -> None:
-    """Raises a ValueError for rounds that cannot end without late workers."""
-    _check_apart(config, "rounds")
-    if rounds is not None and rounds.compression is not None:
-        raise ValueError(
-            "a quorum merges whole models: leave rounds.codec at none, got "
-            f"{config.rounds.codec}"
-        )
-    num_workers = config.workers.num_workers
-    merge = exchange.merge(num_workers)
-    _check_places(config, merge.count)
-    merge.check(num_workers)
-
-
-def _check_groups(config: Config) -> None:
-    """Raises a ValueError for groups other than WAGMA-SGD's."""
-    _check_apart(config, "awc", "atc")
-    topology = config.topology
-    if (
-        topology.name != "butterfly_groups"
-        or topology.make is not None
-        or topology.mean_every is None
-    ):
-        raise ValueError(
-            'exchange = "groups" needs topology.name = "butterfly_groups" and '
-            f"topology.mean_every, got {topology.name} and {topology.mean_every}"
-        )
-
-
-def _check_apart(config: Config, *algorithms: str) -> None:
-    """Raises a ValueError for options that processes without a job do not support."""
-    step, name = config.step, config.exchange.name
-    algorithm = config.algorithm.name
-    if algorithm not in algorithms:
-        raise ValueError(
-            f"{algorithm} with exchange = {name} waits for other workers, and "
-            f"processes of {name} do not wait; set step.algorithm to "
-            f'{" or ".join(algorithms)}, or exchange to "auto"'
-        )
-    if step.message_dtype is not None:
-        raise ValueError(
-            "peers send models in their own dtype: leave step.message_dtype at None, "
-            f"got {step.message_dtype}"
-        )
-
-
-def _check_elastic(config: Config, exchange: PeerExchange) -> None:
-    """Raises a ValueError for options that need all workers."""
-    if config.step.algorithm != "awc":
-        raise ValueError(
-            'exchange.elastic needs step.algorithm = "awc"; rounds of workers that '
-            "come and go have exchange = quorum, got "
-            f"{config.step.algorithm}"
-        )
-    _check_places(config, exchange.quorum)
+def _check_apart(config: Config, plan: Plan) -> None:
+    """Raises a ValueError for what processes without a job cannot do."""
+    exchange, num_workers = config.exchange, config.workers.num_workers
+    if not isinstance(exchange, PeerExchange | QuorumExchange):
+        return
+    peer_graph(topology_of(plan), takes_groups=isinstance(plan, Rounds))
+    check_whole(rounds_of(plan), math.inf if exchange.patience is None else 0)
+    if config.is_elastic:
+        _check_places(config, exchange.quorum_of(num_workers))
+    if isinstance(exchange, QuorumExchange):
+        exchange.merge(num_workers).check(num_workers)
 
 
 def _check_places(config: Config, quorum: int) -> None:

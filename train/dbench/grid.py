@@ -9,14 +9,14 @@ from train.cli.changes import with_fields
 from train.cli.load import load_function
 from train.cli.sections import KINDS
 from train.config import (
+    AllReduceMethod,
+    AwcMethod,
     Config,
     FixedPolicy,
-    PolicySection,
-    RoundsConfig,
+    MethodSection,
     TopologyConfig,
 )
 from train.fields import place_of
-from train.run.method import build_method
 
 HeldBatch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -25,7 +25,7 @@ OWN = "own"  # The config's own graph, whether named or made by a function, and 
 POWERS: dict[Scaling, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 # These have graphs of their own.
 OWN_GRAPHS = {ALL_REDUCE, "thinning", "holding"}
-POLICIES = KINDS["policy"].keys() - {"fixed"}
+POLICIES = KINDS["method.policy"].keys() - {"fixed"}
 
 
 class Cell(NamedTuple):
@@ -67,7 +67,8 @@ class Graphs:
 
         It comes first where it is not among them as "own".
         """
-        make = self.config.method or self.config.topology.make
+        config = self.config
+        make = config.method if callable(config.method) else config.topology.make
         if make is None:
             return self.given
         place = place_of(make)
@@ -79,16 +80,15 @@ class Graphs:
 
     def left_out(self) -> str | None:
         """Says that no graph is the config's own with its policy, if that is so."""
-        if self.config.method is not None:
+        if callable(self.config.method):
             return None
         named = {graph.partition("@")[0] for graph in self.names}
         wanted = graph_fields(self.config, OWN)
         if wanted in [graph_fields(self.config, name) for name in named]:
             return None
-        name, policy = self.config.topology.name, self.config.policy
-        also = (
-            "" if isinstance(policy, FixedPolicy) else f" by the policy {policy.name}"
-        )
+        name = self.config.topology.name
+        policy = getattr(self.config.method, "policy", FixedPolicy())
+        also = "" if policy == FixedPolicy() else f" by the policy {policy.name}"
         return f"left out: the config's own graph, {name}{also}; --graphs {OWN} is that"
 
     def cells(
@@ -192,14 +192,15 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
             f"only the policies {', '.join(sorted(POLICIES))} take options, as in "
             f"thinning:degree=16, got {graph!r}"
         )
-    step, topology = config.step, config.topology
-    if build_method(dataclasses.replace(config, method=None)).sends_gradients:
+    topology = config.topology
+    method = AwcMethod() if callable(config.method) else config.method
+    if isinstance(method, AllReduceMethod):
         raise ValueError(
-            "the config's own step averages gradients: give one with step.algorithm = "
-            f'"awc" or "atc", and "{ALL_REDUCE}" as a graph'
+            "the config's own method averages gradients: give one with method awc or "
+            f'atc, and "{ALL_REDUCE}" as a graph'
         )
     if name == ALL_REDUCE:
-        step = dataclasses.replace(step, algorithm=ALL_REDUCE)
+        method = AllReduceMethod()
         topology = TopologyConfig(name="complete")
     elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
         topology = dataclasses.replace(topology, name="complete", make=None)
@@ -209,13 +210,13 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         # Its own function would go before any name.
         topology = dataclasses.replace(topology, name=name, make=None)
     is_own = name == OWN or (make is not None and make is config.topology.make)
-    policy = config.policy if is_own else FixedPolicy()
     if name in POLICIES:
-        policy = _policy(config, name, options)
+        method = _with_policy(config, method, name, options)
+    elif hasattr(method, "policy") and not is_own:
+        method = dataclasses.replace(method, policy=FixedPolicy())
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))
-    fields = {"step": step, "topology": topology, "policy": policy, "method": None}
-    return fields | ({"rounds": RoundsConfig()} if name == ALL_REDUCE else {})
+    return {"topology": topology, "method": method}
 
 
 def _of_method(graph: str) -> dict[str, Any]:
@@ -225,8 +226,11 @@ def _of_method(graph: str) -> dict[str, Any]:
     return {}
 
 
-def _policy(config: Config, name: str, options: list[str]) -> PolicySection:
+def _with_policy(
+    config: Config, method: MethodSection, name: str, options: list[str]
+) -> Any:
     pairs = [option.partition("=") for option in options]
     given = {f"policy.{field}": value for field, _, value in pairs}
-    changed = with_fields(config, {"policy": name, **given}, prog=f"--graphs {name}")
-    return changed.policy
+    config = dataclasses.replace(config, method=method)
+    values = {"policy": name, **given}
+    return with_fields(config, values, prog=f"--graphs {name}").method

@@ -37,7 +37,7 @@ class Provenance(NamedTuple):
 def provenance_of(config: Config) -> Provenance:
     """Returns the provenance of what a config trains here and now."""
     own = {path.name: _digest(path.read_bytes()) for path in own_files(config)}
-    graph = _digest(repr(config.algorithm.graph.exchanges).encode())
+    graph = _digest(repr(config.graph.exchanges).encode())
     return Provenance(_versions(), own, graph)
 
 

@@ -16,7 +16,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, take_sections
+from train.cli.sections import ExchangeName, MethodName, name_of, take_sections
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import PreflightFlags, report
 
@@ -36,12 +36,14 @@ def main(arguments: list[str]) -> int:
     path = Path(arguments[0])
     try:
         default, options = take_sections(load_config(path), arguments[1:])
+        method = name_of(default.method)
 
         def run(
             flags: Annotated[PreflightFlags, tyro.conf.arg(name="")],
             config: ConfigArgument = default,
             *,
             exchange: ExchangeName = default.exchange.name,
+            method: MethodName = method,
         ) -> int:
             """Compiles the config's step for a cluster, and reports overlap and memory.
 
@@ -52,7 +54,7 @@ def main(arguments: list[str]) -> int:
               flags: cluster, and what is reported.
               config: config of the run.
             """
-            del exchange  # Read above.
+            del exchange, method  # Read above.
             placed = flags.target, flags.nodes, flags.gpus_per_node, flags.between
             return report(prepare(config, *placed), flags)
 

@@ -17,7 +17,7 @@ from decentjax import AXIS, analysis, overlap, worker_mesh
 from decentjax.overlap import Estimate, StepSchedule
 from decentjax.units import rate
 from train import targets
-from train.config import BackgroundExchange, Config
+from train.config import AllReduceMethod, BackgroundExchange, Config
 from train.run.array_placement import check_examples, of_examples, shapes_on
 from train.run.build import build_in_step
 from train.run.place import Given
@@ -265,8 +265,8 @@ def inspect(preflight: Preflight, options: Options, console: Console) -> list[Fi
 def with_all_reduce(preflight: Preflight) -> Preflight:
     """Returns the same run with all-reduce."""
     config = preflight.config
-    step = dataclasses.replace(config.step, algorithm="all_reduce", message_dtype=None)
-    config = dataclasses.replace(config, step=step)
+    step = dataclasses.replace(config.step, message_dtype=None)
+    config = dataclasses.replace(config, step=step, method=AllReduceMethod())
     return Preflight(config, preflight.target, preflight.mesh, preflight.network)
 
 

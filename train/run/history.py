@@ -65,7 +65,7 @@ class History:
         try:
             topology = make(TopologyConfig, self.config["topology"], trust)
             workers = make(WorkersConfig, self.config["workers"])
-            if (place := self.config.get("method")) is not None:
+            if isinstance(place := self.config.get("method"), str):
                 plan = build_plan(find_own(place, trust, "method"), workers.num_workers)
                 return topology_of(plan)
             return topology.build(workers)

@@ -18,7 +18,7 @@ def warn_of_few(config: Config, rounds: Rounds | None) -> None:
     """Warns if the steps from one round to the next are more than those of the run."""
     if rounds is not None and rounds.every > config.num_steps:
         count = rounds.schedule.count(config.num_steps)
-        name = "rounds.every_steps" if config.method is None else "every"
+        name = "every" if callable(config.method) else "method.every_steps"
         warn(
             f"{name} = {rounds.every} is more than num_steps = "
             f"{config.num_steps}: the run has {counted(count, 'round')}"

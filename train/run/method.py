@@ -1,6 +1,6 @@
 """What the workers of a run do in each step: made from a config, and asked by all.
 
-No other file of the program asks for the name of an algorithm.
+No other file of the program asks for the kind of a method.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from decentjax import AXIS, Rounds, WorkerState, gossip, methods, mix, runtime, stack
+from decentjax import AXIS, Rounds, WorkerState, gossip, mix, runtime, stack
 from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange
 from decentjax.mixing import is_mixed
@@ -32,12 +32,12 @@ from train.config import (
     AutoExchange,
     BackgroundExchange,
     Config,
-    RoundsConfig,
+    EveryStepMethod,
     StepConfig,
 )
 from train.run.array_placement import Rule, shards_of
 from train.run.message_bytes import sent_bytes, sent_schedule, step_bytes
-from train.run.policy_choice import build_policy, first_graph
+from train.run.policy_choice import first_graph
 from train.tasks.task import Task, longest_dim
 
 InThread = gossip.AllReduce | gossip.Background
@@ -130,55 +130,25 @@ def build_method(config: Config, task: Task | None = None) -> Method:
         for a leaf.
 
     Raises:
-      ValueError: if rounds are given to another algorithm, or no leaf falls into one of
-        their fragments.
+      ValueError: if no leaf falls into one of the fragments of its rounds.
     """
-    if config.method is not None:
-        return _own(config, task)
-    if config.step.algorithm != "rounds" and config.rounds != RoundsConfig():
-        raise ValueError(
-            'the fields of rounds are for step.algorithm = "rounds", got '
-            f'"{config.step.algorithm}": set it, or leave them out'
-        )
-    if config.step.algorithm == "all_reduce":
-        return _all_reduce(config)
-    if config.step.algorithm == "rounds":
-        graph = config.topology.build(config.workers)
-        rounds = config.rounds.build(graph, _sizes(config, task))
-        method = _in_rounds(config, task, rounds)
-    else:
-        method = _chosen(config, task)
-    warn_of_plan(method.plan)
-    return method
-
-
-def _own(config: Config, task: Task | None) -> Method:
-    """The method of a plan of the user's own."""
-    plan, place = config.plan, config.method
-    assert plan is not None
-    assert place is not None
+    own = config.method
+    plan = config.plan_of(_sizes(config, task))
+    warn_of_plan(plan)
     if isinstance(plan, GradientMean):
-        method = _all_reduce(config)
-    elif isinstance(plan, Rounds):
+        method = _all_reduce(config, plan)
+    elif isinstance(plan, Rounds) and not isinstance(own, EveryStepMethod):
         method = _in_rounds(config, task, plan)
     else:
-        method = _every_step(config, task, plan, topology_of(plan))
-    warn_of_plan(plan)
-    return dataclasses.replace(method, name=place.__name__)
-
-
-def _chosen(config: Config, task: Task | None) -> Method:
-    """Averages in every step, over the graphs of a policy."""
-    graph = config.topology.build(config.workers)
-    chosen = build_policy(config) or graph
-    plan = chosen if config.step.algorithm == "awc" else Rounds(chosen)
-    return _every_step(config, task, plan, graph)
+        method = _every_step(config, task, plan)
+    name = getattr(own, "name", getattr(own, "__name__", ""))
+    return dataclasses.replace(method, name=name)
 
 
 def _every_step(
-    config: Config, task: Task | None, plan: Topology | Policy | Rounds, graph: Topology
+    config: Config, task: Task | None, plan: Topology | Policy | Rounds
 ) -> Method:
-    is_early = not isinstance(plan, Rounds)
+    is_early, graph = not isinstance(plan, Rounds), topology_of(plan)
 
     def times(in_thread: bool, cluster: Any, job: Any, *rest: Any) -> runtime.Times:
         if in_thread:
@@ -186,7 +156,7 @@ def _every_step(
         return runtime.in_step(cluster, job, graph, *rest, hidden=is_early)
 
     return Method(
-        config.step.algorithm,
+        "",
         plan,
         graph,
         _mix_of(config, task),
@@ -221,7 +191,7 @@ def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
 
     average = _mix_of(config, task) if rounds.compression is None else None
     return Method(
-        config.step.algorithm,
+        "",
         rounds,
         topology_of(rounds),
         average,
@@ -234,7 +204,7 @@ def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
     )
 
 
-def _all_reduce(config: Config) -> Method:
+def _all_reduce(config: Config, plan: GradientMean) -> Method:
 
     def beside(
         local: LocalUpdate, mesh: Mesh, *, record: gossip.Record | None, **options: Any
@@ -246,9 +216,8 @@ def _all_reduce(config: Config) -> Method:
         del in_thread  # Nothing can hide a mean that the update awaits.
         return runtime.all_reduce(*rest)
 
-    plan = methods.all_reduce(config.workers.num_workers)
     return Method(
-        config.step.algorithm,
+        "",
         plan,
         plan.topology,
         None,
@@ -274,7 +243,7 @@ def _whole(config: Config) -> Callable[[Event, Any], Sent]:
 
 def _sizes(config: Config, task: Task | None) -> list[int] | None:
     """Numbers of each leaf of the model that travel, where it is cut into fragments."""
-    if config.rounds.fragments == 1 or task is None:
+    if task is None or getattr(config.method, "fragments", 1) == 1:
         return None
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     return [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]

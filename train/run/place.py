@@ -217,7 +217,7 @@ class Apart(Alone):
         """What this process learns of its peers."""
         others = set(range(self._config.workers.num_workers)) - {*self.workers}
         if not self.elastic:
-            others = senders(self._config.algorithm.graph, self.workers)
+            others = senders(self._config.graph, self.workers)
         return Watch(len(self.workers), others)
 
     @functools.cached_property

@@ -1,7 +1,4 @@
-"""How a run chooses the exchange of each step, by the policy of its config."""
-
-import dataclasses
-from collections.abc import Callable
+"""The graph of a policy that measures, chosen during a run."""
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +10,8 @@ from decentjax import policy as policies
 from decentjax.dispersion import measures_of
 from train.config import (
     Config,
-    DampingPolicy,
     HoldingPolicy,
-    MergedPolicy,
-    PolicySection,
-    ThinningPolicy,
 )
-from train.run.optimizers import build_schedule
-
-
-def build_policy(config: Config) -> policies.Policy | None:
-    """Returns the policy of a config, with all graphs that it may choose, if any.
-
-    Raises:
-      ValueError: if its numbers do not fit the workers.
-    """
-    workers, num_workers = config.workers, config.workers.num_workers
-    match config.policy:
-        case ThinningPolicy(
-            degree=degree, per_epoch=per_epoch, epoch_steps=epoch_steps
-        ):
-            most = max(num_workers - 1, 2) if degree is None else degree
-            return policies.thinning(num_workers, most, per_epoch, epoch_steps)
-        case HoldingPolicy(graphs=names, target=target):
-            named = dataclasses.replace(config.topology, make=None)
-            graphs = [dataclasses.replace(named, name=x).build(workers) for x in names]
-            return policies.holding(graphs or policies.ladder(num_workers), target)
-        case DampingPolicy(power=power):
-            topology = config.topology.build(workers)
-            return policies.damping(topology, _factor(config, power))
-        case MergedPolicy():
-            return policies.merged(config.topology.build(workers), config.num_steps)
-    return None
 
 
 class Chooser:
@@ -54,11 +21,11 @@ class Chooser:
 
     Args:
       policy: policy of the run.
-      options: its config.
+      config: config of the run.
     """
 
-    def __init__(self, policy: policies.Policy, options: PolicySection):
-        self._policy, self._options = policy, options
+    def __init__(self, policy: policies.Policy, config: Config):
+        self._policy, self._config = policy, config
         self._is_new = True
 
     def begin(self, state: WorkerState) -> None:
@@ -78,7 +45,7 @@ class Chooser:
         Returns:
           The state with the graph.
         """
-        if not is_measured(self._options, step + 1):
+        if not is_measured(self._config, step + 1):
             return state
         whole = multihost_utils.process_allgather(norms, tiled=True)
         learn(self._policy, whole)
@@ -86,9 +53,10 @@ class Chooser:
         return state._replace(extra={GRAPH: graph})
 
 
-def is_measured(options: PolicySection, step: int) -> bool:
+def is_measured(config: Config, step: int) -> bool:
     """Whether the dispersion is measured after this number of steps."""
-    return isinstance(options, HoldingPolicy) and step % options.every_steps == 0
+    policy = getattr(config.method, "policy", None)
+    return isinstance(policy, HoldingPolicy) and step % policy.every_steps == 0
 
 
 GRAPH = "graph"  # Its number, in the state's extra part.
@@ -109,12 +77,3 @@ def learn(policy: policies.Policy, norms: np.ndarray) -> None:
     """
     if np.isfinite(norms).all():
         policy.learn(float(measures_of(norms)["gini"].mean()))
-
-
-def _factor(config: Config, power: float) -> Callable[[int], float]:
-    """`(learning rate / peak)^p` after the peak, and 1 before."""
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    rates = np.array(jax.vmap(schedule)(jnp.arange(config.num_steps)))
-    factors = np.clip(rates / rates.max(), 0, 1) ** power
-    factors[: rates.argmax()] = 1
-    return lambda step: float(factors[step])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from decentjax import WorkerState
+from decentjax import Rounds, WorkerState
 from decentjax.optim import ScaleByAccumAdamState
 from train.cli.config_json import (
     HOOKS,
@@ -178,12 +178,12 @@ def _check_workers(
             f"and is {after}; say what becomes of the {before} models, with "
             "--resume.workers mean, repeat or select"
         )
-    rounds = config.algorithm.rounds
-    sums = rounds is not None and rounds.keeps_sums
+    plan = config.plan
+    sums = isinstance(plan, Rounds) and plan.keeps_sums
     sums |= config.optimizer.name == "exact_diffusion"
     if sums and resume.workers != "mean":
         raise ValueError(
-            "rounds.tracking, exact_diffusion and methods that keep sums carry parts "
+            "method.tracking, exact_diffusion and methods that keep sums carry parts "
             "of a sum over all workers, of which --resume.workers "
             f"{resume.workers} would drop or repeat some: take mean"
         )

@@ -222,6 +222,5 @@ def worker_flops(run: Run, state: WorkerState) -> float | None:
 
 def _graph(run: Run) -> str:
     """What the workers average over."""
-    if (policy := run.method.policy) is not None:
-        return f"the graphs of the policy {policy.name}"
-    return run.method.graph.name
+    is_chosen = run.method.policy is not None
+    return f"{'the graphs of the policy ' * is_chosen}{run.method.graph.name}"

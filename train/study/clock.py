@@ -86,7 +86,7 @@ class Clock:
         exchange = config.exchange
         if method.policy is not None:
             raise ValueError(
-                f"the policy {config.policy.name} chooses the graph as the run goes "
+                f"the policy {method.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
             )
         model, _ = jax.eval_shape(run.task.init, jax.random.key(0))
@@ -117,8 +117,7 @@ class Clock:
         config, method = run.config, run.method
         if method.is_early:
             raise ValueError(
-                "of groups, those with step.algorithm = atc have a clock, got "
-                f"{method.name}"
+                f"of groups, those with method = atc have a clock, got {method.name}"
             )
         groups, count = wagma_plan(config, method.is_early), config.num_steps
         inner = butterfly_groups(groups.num_workers, groups.group_size)

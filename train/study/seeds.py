@@ -13,11 +13,11 @@ import numpy as np
 from decentjax import WorkerState
 from decentjax.analysis import traffic
 from decentjax.dispersion import NORMS, measures_of, tensor_names
-from decentjax.plan import Event
+from decentjax.plan import Event, policy_of
 from decentjax.process import phases
 from decentjax.topology import Topology, matrices
 from decentjax.updates import Metrics
-from train.config import Config, HoldingPolicy
+from train.config import Config
 from train.data.batches import feed
 from train.run.build import build_steps
 from train.run.check_task import trace_task
@@ -58,7 +58,8 @@ def train_seeds(
 def seeds_at_once(config: Config, num_seeds: int, at_once: int | None = None) -> int:
     """Returns how many seeds are trained together, of as many as fit into memory."""
     # Where the dispersion chooses the graph, each seed has its own.
-    return 1 if isinstance(config.policy, HoldingPolicy) else at_once or num_seeds
+    policy = policy_of(config.plan)
+    return 1 if policy is not None and policy.measures else at_once or num_seeds
 
 
 def draws_of(config: Config, seeds: range) -> Hashable:
@@ -93,7 +94,7 @@ def _train_together(run: Run, seeds: range, report: Report) -> SeedsOutcome:
         batch = programs.put(rows, mesh)
         taken.append(method.schedule[step - 1])
         state, metrics = train_step(state, batch, taken[-1])
-        if policy is not None and is_measured(config.policy, step):
+        if policy is not None and is_measured(config, step):
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
             learn(policy, norms)
         log.add(step, metrics)

@@ -22,7 +22,7 @@ from train.advise import measure
 from train.advise.rank import Prediction, advise, fitting
 from train.advise.rounds_advice import CODECS, EVERY
 from train.cli.sections import kind_of
-from train.config import TopologyConfig, WorkersConfig
+from train.config import AllReduceMethod, TopologyConfig, WorkersConfig
 
 TINY_FILE = Path(tiny.__file__)
 FREE = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
@@ -131,8 +131,7 @@ def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):
     own = TopologyConfig(name="ring", factor=0.5)
     config = on_mesh(nodes, per_node, exchange=exchange, topology=own)
     # What is trained now is no matter of what is asked.
-    step = changed(config.step, algorithm="all_reduce")
-    setting = measure.measure(changed(config, step=step), 3)
+    setting = measure.measure(changed(config, method=AllReduceMethod()), 3)
     wanted = dataclasses.asdict(truth)
     assert dataclasses.asdict(setting.cluster) == pytest.approx(wanted)
     assert setting.job.model_bytes == network.model_bytes
@@ -359,7 +358,7 @@ def test_one_process_measures_a_mesh_of_its_devices(tmp_path):
 def test_processes_measure_what_is_between_them(tmp_path):
     options = (
         "--workers.num-workers 2 --workers.workers-per-node 1 --topology.name ring "
-        "--step.algorithm all_reduce --measured-steps 2 --steps 20"
+        "--method all_reduce --measured-steps 2 --steps 20"
     )
     printed = run(
         *("train.launch", "--processes", "2", "--module", "train.advise"),

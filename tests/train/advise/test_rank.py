@@ -746,7 +746,7 @@ def test_flags_train_what_was_simulated(num_workers, per_node, overlap, tmp_path
     _, *rows = found.rows
     for row, made in zip(rows, found.topologies, strict=True):
         config = trained_with(path, *workers, *shlex.split(row.flags))
-        assert config.step.algorithm == "awc"
+        assert config.method.name == "awc"
         assert config.topology.build(config.workers) == made
         wanted = "background" if overlap == "background" else "in_step"
         assert config.exchange.name == wanted
@@ -760,7 +760,7 @@ def test_the_flags_of_all_reduce_train_with_it(num_workers):
     workers = ["--workers.num-workers", str(num_workers)]
     workers += ["--workers.workers-per-node", "1"]
     config = trained_with(TINY_FILE, *workers, *shlex.split(row.flags))
-    assert config.step.algorithm == "all_reduce"
+    assert config.method.name == "all_reduce"
 
 
 ASKED = [

@@ -103,10 +103,10 @@ def test_the_flags_of_a_row_train_with_it(overlap):
         options = f"--workers.num-workers 8 --workers.where mesh {row.flags}".split()
         config, rest = take_sections(quickstart, options)
         config = tyro.cli(Config, args=rest, default=config, config=AS_OPTIONS)
-        assert config.rounds.every_steps == row.every_steps
-        assert config.rounds.codec == row.codec
+        assert config.method.every_steps == row.every_steps
+        assert config.method.codec == row.codec
         hides = overlap == "background" and row.name == PAIRS
-        assert config.rounds.delay == (row.every_steps if hides else 0)
+        assert config.method.delay == (row.every_steps if hides else 0)
         assert (config.exchange.name == "background") == hides
 
 

@@ -27,7 +27,7 @@ from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.sections import kind_of, take_sections
-from train.config import Config, RoundsConfig, StepConfig, TopologyConfig
+from train.config import Config, StepConfig, TopologyConfig
 
 QUALITY = load_config(Path("quality_ring"))
 MODEL, COMPUTE = 4e6, 0.1
@@ -44,8 +44,8 @@ def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> C
     return changed(
         QUALITY,
         topology=TopologyConfig(name=topology),
-        step=StepConfig(algorithm=algorithm, message_dtype=dtype),
-        rounds=RoundsConfig(**rounds),
+        method=kind_of("method", algorithm)(**rounds),
+        step=StepConfig(message_dtype=dtype),
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from decentjax.gossip import AutoPatience
@@ -20,17 +21,24 @@ from train.cli.sections import (
     with_a_shorter_warmup,
 )
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
+    AwcMethod,
     DistributedConfig,
     GroupExchange,
     HoldingPolicy,
+    OptimizerConfig,
     PeerExchange,
     QuorumExchange,
-    StepConfig,
+    RoundsMethod,
     TopologyConfig,
+    build_schedule,
 )
-from train.run.method import build_method
+from train.config.graph import graph_names
+from train.fields import PAPERS
 
 RING = changed(tiny.config, topology=dict(name="ring"))
+FLAT = changed(RING, workers=dict(workers_per_node=1))
 PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
 
 
@@ -38,30 +46,73 @@ PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
 def test_a_section_of_each_kind_is_written_and_read(section, name):
     topology = TopologyConfig(name="butterfly_groups", mean_every=4)
     groups = changed(RING, topology=topology)
-    rounds = changed(RING, step=StepConfig(algorithm="rounds"))
+    rounds = changed(RING, method=RoundsMethod())
     whole = {"groups": groups, "quorum": rounds}.get(name, RING)
-    config = changed(whole, **{section: kind_of(section, name)()})
+    value = kind_of(section, name)()
+    outer, _, inner = section.rpartition(".")
+    config = changed(whole, **{outer or inner: {inner: value} if outer else value})
     fields = json.loads(to_json(config))
-    assert fields[section]["kind"] == name
+    found = fields[outer][inner] if outer else fields[inner]
+    assert found["kind"] == name
     assert from_fields(fields) == config
     others = [field for field, *_ in from_defaults(fields)]
-    assert (section in others) == (name not in ("auto", "fixed"))
+    assert (section in others) == (name not in ("auto", "awc", "fixed"))
 
 
 def test_a_name_gives_a_section_its_kind_and_its_options():
     given = ["--exchange", "peers", "--seed", "1", "--policy=holding"]
     config, rest = take_sections(RING, given)
-    assert (config.exchange, config.policy) == (PeerExchange(), HoldingPolicy())
+    method = AwcMethod(policy=HoldingPolicy())
+    assert (config.exchange, config.method) == (PeerExchange(), method)
     assert rest == ["--seed", "1"]
-    # That of the config keeps its fields.
-    own = changed(RING, exchange=PeerExchange(patience=3.0))
-    assert take_sections(own, ["--exchange", "peers"])[0] == own
+    # That of the config keeps its fields, and its policy in another method.
+    own = changed(
+        RING, exchange=PeerExchange(patience=3.0), method=RoundsMethod(delay=1)
+    )
+    assert take_sections(own, ["--exchange", "peers", "--method", "rounds"])[0] == own
+    after, _ = take_sections(config, ["--method", "atc"])
+    assert after.method == AtcMethod(policy=HoldingPolicy())
+
+
+def test_the_options_of_earlier_versions_are_those_of_the_method():
+    given = ["--step.algorithm", "rounds", "--rounds.every-steps", "4"]
+    config, rest = take_sections(RING, given)
+    assert config.method == RoundsMethod()
+    assert rest == ["--method.every-steps", "4"]
+    _, rest = take_sections(RING, ["--policy=thinning", "--policy.degree=4"])
+    assert rest == ["--method.policy.degree=4"]
+
+
+PAPER_NAMES = sorted(PAPERS.keys() - set(graph_names()))
+
+
+@pytest.mark.parametrize("name", PAPER_NAMES)
+def test_what_papers_call_a_method_or_a_graph_is_taken_or_spelled_out(name):
+    option = "topology.name" if PAPERS[name] in graph_names() else "method"
+    ring = changed(RING, workers=dict(num_workers=8, workers_per_node=1))
+    wanted = with_fields(ring, options_of(f"--{option} {PAPERS[name]}"))
+    if " " not in PAPERS[name]:
+        assert with_fields(ring, {option: name.upper().replace("_", "-")}) == wanted
+        return
+    with pytest.raises(ValueError, match=f"{name} is --method {PAPERS[name]}: give"):
+        with_fields(ring, {option: name})
+
+
+def options_of(line):
+    """Fields of a command line; a flag has no value."""
+    words = (one.partition(" ") for one in line.removeprefix("--").split(" --"))
+    return {name: value for name, _, value in words}
+
+
+def test_a_graph_of_papers_is_hinted_at_in_a_config():
+    with pytest.raises(ValueError, match="got 'exp': did you mean 'exponential'"):
+        TopologyConfig(name="exp")
 
 
 def test_a_learning_rate_alone_is_that_of_the_optimizer():
     given = ["--learning_rate", "0.5", "--rounds.learning-rate", "0.6"]
-    _, rest = take_sections(RING, given)
-    assert rest == ["--optimizer.learning-rate", *given[1:]]
+    _, rest = take_sections(RING, [*given, "--method", "rounds"])
+    assert rest == ["--optimizer.learning-rate", "0.5", "--method.learning-rate", "0.6"]
 
 
 def test_fields_may_be_called_as_they_are_elsewhere():
@@ -95,14 +146,41 @@ def test_a_short_run_has_a_short_warm_up():
     assert long.optimizer.warmup_steps == 50
 
 
+def test_a_warm_up_that_is_not_given_fits_the_run_in_a_file_too():
+    for num_steps, decay, warmup in [
+        (20, {}, 10),
+        (1000, {}, 50),
+        (1, {}, 0),
+        (1, {"decay": "inverse_sqrt"}, 1),
+        (1000, {"decay": "steps", "decay_steps": (30, 60)}, 29),
+    ]:
+        config = changed(RING, num_steps=num_steps, optimizer=OptimizerConfig(**decay))
+        fields = json.loads(to_json(config))
+        assert fields["optimizer"]["warmup_steps"] == warmup
+        rates = build_schedule(config.optimizer, num_steps)(np.arange(num_steps + 1))
+        assert np.argmax(rates) == warmup
+        names = [name for name, *_ in from_defaults(fields)]
+        assert ("optimizer.warmup_steps" in names) == bool(decay)
+        assert with_a_shorter_warmup(config, ["--num-steps", "2"]) is config
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--exchange", "perrs"], "got perrs: did you mean peers?"),
         (["--exchange"], "exchange must be one of auto, .* groups, got"),
-        (["--policy", "damped"], "one of fixed, .*, got damped: did you mean dampi"),
+        (
+            ["--policy", "damped"],
+            "one of fixed, .*, got damped: did you mean dampi",
+        ),
         (["--exchange.patience", "1"], "peers or quorum or groups: give that too"),
         (["--policy.per-epoch=2"], "an option of --policy thinning: give that too"),
+        (["--method.codec", "int8"], "an option of --method rounds: give that too"),
+        (
+            ["--method", "rounds", "--policy", "merged"],
+            "--policy is an option of --method awc or atc: give that too",
+        ),
+        (["--method", "adw"], "all_reduce, or FILE.py:NAME, got adw: did you mean awc"),
     ],
 )
 def test_what_no_kind_has_is_refused(options, words):
@@ -148,10 +226,10 @@ OLD = {
     ],
 )
 def test_the_exchange_of_a_config_of_0_2_is_read(exchange, wanted):
-    fields = json.loads(to_json(RING))
+    fields = as_0_3(RING, exchange=OLD | exchange)
     if isinstance(wanted, GroupExchange):
         fields["topology"] |= {"name": "butterfly_groups", "mean_every": 4}
-    assert from_fields({**fields, "exchange": OLD | exchange}).exchange == wanted
+    assert from_fields(fields).exchange == wanted
 
 
 POLICY = {
@@ -161,10 +239,10 @@ POLICY = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS["policy"])
+@pytest.mark.parametrize("name", KINDS["method.policy"])
 def test_the_policy_of_a_config_of_0_2_is_read(name):
-    fields = json.loads(to_json(RING))
-    made = from_fields({**fields, "policy": POLICY | {"name": name}}).policy
+    fields = as_0_3(RING) | {"policy": POLICY | {"name": name}}
+    made = from_fields(fields).method.policy
     assert made.name == name
     for field, value in vars(made).items():
         assert value == (tuple(POLICY[field]) if field == "graphs" else POLICY[field])
@@ -199,14 +277,46 @@ def test_the_time_limit_of_an_old_config_is_left_out():
 ROUNDS = {"copies": False, "copy_step": 1.0, "codec": "none"}
 
 
+def as_0_3(config, **sections):
+    """The fields of a config, as versions before wrote its method."""
+    fields = json.loads(to_json(config))
+    own = fields.pop("method")
+    fields["step"]["algorithm"] = own.pop("kind")
+    fields["policy"] = own.pop("policy", {"kind": "fixed"})
+    return fields | {"rounds": own, "method": None} | sections
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        AwcMethod(policy=HoldingPolicy(target=0.2)),
+        AtcMethod(),
+        RoundsMethod(every_steps=4, codec="int8", tracking=False),
+        AllReduceMethod(),
+    ],
+)
+def test_a_method_of_three_sections_is_read_as_one(method):
+    config = changed(FLAT, method=method)
+    fields = as_0_3(config)
+    assert upgraded(fields)["method"]["kind"] == method.name
+    assert from_fields(fields) == config
+    if method.name != "rounds":  # Rounds that no step took meant nothing.
+        assert from_fields(fields | {"rounds": {"every_steps": 3}}) == config
+
+
+def test_an_own_method_of_an_earlier_config_stays():
+    fields = as_0_3(RING, method="own.py:mine")
+    assert upgraded(fields)["method"] == "own.py:mine"
+    assert upgraded(fields).keys() == json.loads(to_json(RING)).keys()
+
+
 @pytest.mark.parametrize("algorithm", ["awc", "atc", "all_reduce", "rounds"])
 def test_the_unused_rounds_of_a_config_of_0_2_are_those_of_today(algorithm):
-    config = changed(RING, step=StepConfig(algorithm=algorithm))
-    fields = json.loads(to_json(config))
-    fields |= {"exchange": OLD | {"where": "auto"}, "policy": POLICY}
+    config = changed(FLAT, method=kind_of("method", algorithm)())
+    fields = as_0_3(config, exchange=OLD | {"where": "auto"}, policy=POLICY)
     fields["rounds"] |= ROUNDS
     assert from_fields(fields) == config
-    build_method(from_fields(fields))
     # What the run took with copies it takes still.
     fields["rounds"] |= {"copies": True, "codec": "int8"}
-    assert from_fields(fields).rounds.copy_step == 1.0
+    if algorithm == "rounds":
+        assert from_fields(fields).method.copy_step == 1.0

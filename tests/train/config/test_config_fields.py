@@ -17,7 +17,14 @@ from tests.changes import changed
 from tests.checkout import ROOT
 from tests.paths import PLAIN, SPOILT, WAYS, effect, of_the_clock
 from train.cli.sections import KINDS, kind_of
-from train.config import Config, RoundsConfig, StepConfig, TopologyConfig, WorkersConfig
+from train.config import (
+    AtcMethod,
+    AwcMethod,
+    Config,
+    RoundsMethod,
+    TopologyConfig,
+    WorkersConfig,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -41,13 +48,13 @@ def on(name: str, workers: int = 4, per_node: int = 1, **options: Any):
 def rounds(graph: str = "ring", **options: Any):
     """Changes of a config: rounds."""
     every = {"every_steps": 2, **options}
-    step = {"step": StepConfig(algorithm="rounds"), "rounds": RoundsConfig(**every)}
-    return step | {"topology": TopologyConfig(name=graph)}
+    return {"method": RoundsMethod(**every), "topology": TopologyConfig(name=graph)}
 
 
 def adapts(kind: str, **options: Any):
     """Changes of a config: a policy."""
-    return on("ring", 6) | {"policy": kind_of("policy", kind)(**options)}
+    method = AwcMethod(policy=kind_of("method.policy", kind)(**options))
+    return on("ring", 6) | {"method": method}
 
 
 def optimizer(**options: Any):
@@ -69,37 +76,40 @@ OTHERS = {
     "topology.factor": (0.5, {}),
     "topology.mean_every": (2, on("ring")),
     "topology.make": (topology.complete, on("ring")),
-    "policy.thinning.degree": (2, adapts("thinning")),
-    "policy.thinning.per_epoch": (0.5, adapts("thinning", epoch_steps=1)),
-    "policy.thinning.epoch_steps": (1, adapts("thinning", per_epoch=3.0)),
-    "policy.holding.graphs": (("ring", "alone"), adapts("holding")),
-    "policy.holding.target": (9.0, adapts("holding", target=1e-6, every_steps=1)),
-    "policy.holding.every_steps": (1, adapts("holding", target=9.0)),
-    "policy.damping.power": (
+    "method.policy.thinning.degree": (2, adapts("thinning")),
+    "method.policy.thinning.per_epoch": (0.5, adapts("thinning", epoch_steps=1)),
+    "method.policy.thinning.epoch_steps": (1, adapts("thinning", per_epoch=3.0)),
+    "method.policy.holding.graphs": (("ring", "alone"), adapts("holding")),
+    "method.policy.holding.target": (
+        9.0,
+        adapts("holding", target=1e-6, every_steps=1),
+    ),
+    "method.policy.holding.every_steps": (1, adapts("holding", target=9.0)),
+    "method.policy.damping.power": (
         3.0,
         adapts("damping") | optimizer(decay="cosine", warmup_steps=0),
     ),
     "method": (topology.complete, on("ring")),
-    "step.algorithm": ("atc", {}),
+    "method.atc": (AtcMethod(), {}),
     "step.batch_per_worker": (3, {}),
     "step.num_micro_batches": (2, {}),
     "step.message_dtype": ("bfloat16", {}),
     "step.not_finite": ("quarantine", {"task": SPOILT.task}),
     "step.xla_options": (("xla_dump_to=FOLDER",), {}),
-    "rounds.every_steps": (3, rounds()),
-    "rounds.fragments": (2, rounds()),
-    "rounds.delay": (1, rounds()),
-    "rounds.outer": ("nesterov", rounds("complete")),
-    "rounds.learning_rate": (0.3, rounds("complete", outer="nesterov")),
-    "rounds.momentum": (0.5, rounds("complete", outer="nesterov")),
-    "rounds.merge": ("shift", rounds(delay=2)),
-    "rounds.share": (0.2, rounds(delay=2, merge="blend")),
-    "rounds.codec": ("int4", rounds()),
-    "rounds.sent_share": (0.6, rounds(codec="top_k", copies=True)),
-    "rounds.sent_bits": (4, rounds(codec="top_k", copies=True)),
-    "rounds.copies": (True, rounds(codec="int4")),
-    "rounds.copy_step": (0.3, rounds(codec="int4", copies=True)),
-    "rounds.tracking": (True, rounds(every_steps=1, delay=1)),
+    "method.rounds.every_steps": (3, rounds()),
+    "method.rounds.fragments": (2, rounds()),
+    "method.rounds.delay": (1, rounds()),
+    "method.rounds.outer": ("nesterov", rounds("complete")),
+    "method.rounds.learning_rate": (0.3, rounds("complete", outer="nesterov")),
+    "method.rounds.momentum": (0.5, rounds("complete", outer="nesterov")),
+    "method.rounds.merge": ("shift", rounds(delay=2)),
+    "method.rounds.share": (0.2, rounds(delay=2, merge="blend")),
+    "method.rounds.codec": ("int4", rounds()),
+    "method.rounds.sent_share": (0.6, rounds(codec="top_k", copies=True)),
+    "method.rounds.sent_bits": (4, rounds(codec="top_k", copies=True)),
+    "method.rounds.copies": (True, rounds(codec="int4")),
+    "method.rounds.copy_step": (0.3, rounds(codec="int4", copies=True)),
+    "method.rounds.tracking": (True, rounds(every_steps=1, delay=1)),
     "optimizer.name": ("sgd", {}),
     "optimizer.learning_rate": (0.2, {}),
     "optimizer.initial_learning_rate": (0.01, optimizer(warmup_steps=2)),
@@ -127,7 +137,8 @@ ELSEWHERE = {
     "workers.devices_per_worker": "test_array_placement",  # The numbers stay the same.
     "workers.where": "test_array_placement",
     "optimizer.weight_decay": "test_optimizer_state",
-    "rounds.error_kept": "test_rounds_section",  # A scalar is encoded almost as it is.
+    # A scalar is encoded almost as it is.
+    "method.rounds.error_kept": "test_method_section",
     "exchange.peers": "test_peer_run",
     "exchange.quorum": "test_quorum_job",
     "exchange.groups": "test_peer_run",
@@ -143,8 +154,8 @@ ELSEWHERE = {
 
 def all_fields() -> set[str]:
     """The names of all fields, those of a section's kinds with that of the kind."""
-    found, hints = set(), typing.get_type_hints(Config)
-    for section, hint in hints.items():
+    found, hints = {"method", "method.atc"}, typing.get_type_hints(Config)
+    for section, hint in (hints | KINDS).items():
         kinds = {section: hint}
         if section in KINDS:
             kinds = {f"{section}.{name}": x for name, x in KINDS[section].items()}
@@ -153,7 +164,7 @@ def all_fields() -> set[str]:
                 found.add(prefix)
                 continue
             found |= {f"{prefix}.{one.name}" for one in dataclasses.fields(kind)}
-    return found
+    return found - {"method.awc.policy", "method.atc.policy"}  # A section.
 
 
 def test_every_field_is_looked_at():
@@ -187,7 +198,9 @@ def test_a_field_matters_wherever_a_config_trains(field, way, tmp_path):
             plain = changed(plain, workers=dict(where="mesh"))
     try:
         section, *names = field.split(".")
-        value = {names[-1]: value} if names else value
+        if names and not dataclasses.is_dataclass(value):
+            value = {names[-1]: value}
+            value = {"policy": value} if "policy" in names else value
         found = effect(way, changed(plain, **{section: value}), tmp_path)
     except ValueError as error:
         found = str(error)

@@ -17,7 +17,14 @@ from tests import job_line
 from tests.changes import changed, config_file
 from tests.checkout import ROOT
 from tests.outcomes import outcome
-from train.config import OptimizerConfig, ThinningPolicy, TopologyConfig, WorkersConfig
+from train.config import (
+    AllReduceMethod,
+    AtcMethod,
+    OptimizerConfig,
+    ThinningPolicy,
+    TopologyConfig,
+    WorkersConfig,
+)
 from train.dbench import cost
 from train.dbench.__main__ import DBench
 from train.dbench.cells import Result, Training
@@ -60,6 +67,9 @@ def dbench(config, **options):
     return DBench(config=config, **options).run()
 
 
+THINS = AtcMethod(policy=ThinningPolicy(degree=2))
+
+
 def ignore(step: int, words: str) -> None:
     del step, words
 
@@ -88,11 +98,11 @@ def test_cells_hold_a_batch_and_scale_the_rate():
 def test_graphs_have_names_and_policies_too():
     names = ("all_reduce", "ring@10", "one_peer_ring", *sorted(POLICIES))
     made = {cell.graph: cell.config for cell in cells(graphs=names)}
-    assert made["all_reduce"].step.algorithm == "all_reduce"
+    assert made["all_reduce"].method.name == "all_reduce"
     assert made["ring@10"].topology.mean_every == 10
     assert made["one_peer_ring"].topology.name == "one_peer_ring"
     for name in POLICIES:
-        assert made[name].policy.name == name
+        assert made[name].method.policy.name == name
     own = changed(LINE, topology=TopologyConfig(make=topology.alone))
     for cell in cells_of(own, ("ring", "thinning"), (8,))[1:]:
         assert cell.config.topology.make is None  # It would go before the name.
@@ -103,13 +113,16 @@ def test_graphs_have_names_and_policies_too():
     ("changes", "name"),
     [
         ({"topology": TopologyConfig(name="one_peer_ring")}, "one_peer_ring"),
-        ({"policy": ThinningPolicy(degree=2)}, "ring by the policy thinning"),
+        (
+            {"method": AtcMethod(policy=ThinningPolicy(degree=2))},
+            "ring by the policy thinning",
+        ),
     ],
 )
 def test_the_graph_of_the_config_is_a_row_or_is_named(changes, name):
     own = changed(LINE, **changes)
     (cell,) = cells_of(own, ("own",), (4,))
-    assert (cell.config.topology, cell.config.policy) == (own.topology, own.policy)
+    assert (cell.config.topology, cell.config.method) == (own.topology, own.method)
     assert f"{name}; --graphs own" in Graphs(own, ("ring", "complete")).left_out()
     assert Graphs(own, ("ring", "own@3")).left_out() is None
     assert Graphs(LINE, ("ring", "complete")).left_out() is None
@@ -126,7 +139,8 @@ def test_a_function_of_the_config_is_a_row_under_its_name(field):
         made = cells_of(own, graphs, (4,))
         configs = {cell.graph: cell.config for cell in made}
         assert getattr(configs[place], field) == value
-        assert configs["complete"].method is configs["complete"].topology.make is None
+        complete = configs["complete"]
+        assert (complete.method, complete.topology.make) == (LINE.method, None)
     assert Graphs(own, graphs).left_out() is None
     assert Graphs(LINE, ("ring",)).names == ("ring",)
     assert Graphs(own, ("own@3",)).names == (f"{place}@3",)
@@ -204,9 +218,8 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
         np.sqrt((distances**2).sum(1)), outcome.consensus_distance, rtol=1e-5
     )
     assert (np.array(found["gini"]) > 0).any()
-    whole = train_seeds(
-        make_run(changed(config, step=dict(algorithm="all_reduce"))), range(2), ignore
-    )
+    whole = changed(config, method=AllReduceMethod())
+    whole = train_seeds(make_run(whole), range(2), ignore)
     assert np.abs(whole.dispersion[-1][1]["gini"]).max() < 1e-7
     sent = analysis.traffic(topology.complete(4), MODEL_BYTES)[0]
     assert whole.sent["per worker"] == [sent.worker_bytes.mean()] * 2
@@ -342,7 +355,7 @@ def test_models_that_overflow_diverge():
     config = changed(
         LINE,
         num_steps=1,
-        step=dict(algorithm="atc"),
+        method=AtcMethod(),
         optimizer=OptimizerConfig(
             name="sgd", learning_rate=3e38, warmup_steps=0, clip_norm=None
         ),

@@ -34,11 +34,11 @@ from tests.jobs import (
 from tests.run_folders import column
 from tests.trees import assert_close, same
 from train.config import (
+    AllReduceMethod,
     AutoExchange,
     BackgroundExchange,
     DistributedConfig,
     InStepExchange,
-    StepConfig,
     StragglerConfig,
 )
 from train.job.distributed import start
@@ -61,11 +61,11 @@ def last(run_dir: Path, config=LINE):
 
 
 OPTIONS = {
-    "awc": {"step": StepConfig(batch_per_worker=2)},
+    "awc": {},
     "in_step": {"exchange": InStepExchange()},
-    "all_reduce": {"step": StepConfig(batch_per_worker=2, algorithm="all_reduce")},
+    "all_reduce": {"method": AllReduceMethod()},
     "all_reduce_in_thread": {
-        "step": StepConfig(batch_per_worker=2, algorithm="all_reduce"),
+        "method": AllReduceMethod(),
         "exchange": BackgroundExchange(),
     },
 }
@@ -83,10 +83,7 @@ def runs(tmp_path_factory):
             exchange = AutoExchange()
             train(changed(config, exchange=exchange), run_dir)
             return run_dir
-        options = (
-            f"--step.algorithm {config.step.algorithm} "
-            f"--exchange {config.exchange.name}"
-        )
+        options = f"--method {config.method.name} --exchange {config.exchange.name}"
         with launch(processes, run_dir, *options.split()) as job:
             (run_dir / "output.txt").write_text(ended(job))
         return run_dir

@@ -18,7 +18,13 @@ from tests.changes import changed
 from tests.checkout import ROOT
 from tests.gpus import compiled, shapes
 from train.cli.load import load_config
-from train.config import BackgroundExchange, InStepExchange, StepConfig, TopologyConfig
+from train.config import (
+    AllReduceMethod,
+    BackgroundExchange,
+    InStepExchange,
+    StepConfig,
+    TopologyConfig,
+)
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
 from train.preflight.compile import Finding, Preflight, inspect, prepare
@@ -231,8 +237,8 @@ def test_options_that_help_are_kept(monkeypatch):
     """Nine messages of 60 us each become one, though it hides behind nothing."""
     one, joined = ({ALL_REDUCE_THRESHOLD: size} for size in ("1", "100000000"))
     arguments = tuple(f"{name}={value}" for name, value in one.items())
-    step = StepConfig(algorithm="all_reduce", batch_per_worker=2, xla_options=arguments)
-    config = changed(tiny.config, step=step)
+    step = StepConfig(batch_per_worker=2, xla_options=arguments)
+    config = changed(tiny.config, step=step, method=AllReduceMethod())
     monkeypatch.setattr("train.preflight.xla_tuning.WORTH_A_PROFILE", 0.99)
     tuning, text = tuned_to(config, monkeypatch, joined)
     assert tuning == ({}, False)  # XLA's own joins as many as the candidate.
@@ -309,7 +315,7 @@ def test_a_broken_file_is_no_target(tmp_path, capsys):
 
 @pytest.mark.nightly
 def test_too_little_overlap_is_a_code(capsys):
-    options = "--step.algorithm atc --topology.name complete --require-overlap 0.95"
+    options = "--method atc --topology.name complete --require-overlap 0.95"
     code, text = preflight(capsys, "--target", "h100", *options.split())
     assert code == 1
     assert "0.0% of the bytes found are covered, 95.0% of all" in text
@@ -319,7 +325,7 @@ def test_too_little_overlap_is_a_code(capsys):
 def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(GPU_FILE)
-    options = ("--target", str(path), "--step.algorithm", "all_reduce")
+    options = ("--target", str(path), "--method", "all_reduce")
     code, text = preflight(capsys, *options)
     assert code == 1
     assert "My GPU" in text
@@ -426,7 +432,7 @@ def test_memory_beyond_the_share_of_xla_is_warned_of(capsys):
 @pytest.mark.nightly
 def test_a_slower_network_exposes_more():
     config = changed(
-        tiny.config, step=StepConfig(algorithm="all_reduce", batch_per_worker=2)
+        tiny.config, method=AllReduceMethod(), step=StepConfig(batch_per_worker=2)
     )
     exposed = []
     for rate in ("1gbit", "100gbit"):

@@ -19,6 +19,7 @@ from tests.slices import config_of
 from tests.trees import assert_close
 from train.advise import measure as measuring
 from train.cli.load import load_config
+from train.cli.sections import kind_of
 from train.config import StepConfig, TopologyConfig, WorkersConfig
 from train.preflight.compile import prepare
 from train.run.array_placement import (
@@ -98,11 +99,11 @@ def test_a_run_goes_on_with_other_devices(name, before, after, runs, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["atc", "all_reduce", "rounds"])
 def test_other_methods_train_slices_too(algorithm, tmp_path):
-    step = StepConfig(algorithm=algorithm, batch_per_worker=4)
+    method, step = kind_of("method", algorithm)(), StepConfig(batch_per_worker=4)
     ends = []
     for devices in (1, 2):
         folder = tmp_path / str(devices)
-        train(config_of(devices, step=step), folder)
+        train(config_of(devices, method=method, step=step), folder)
         ends.append(column(folder)[-1])
     np.testing.assert_allclose(*ends, rtol=1e-5)
 

@@ -16,7 +16,7 @@ from tests.machines import needs_root, small_disk
 from tests.run_folders import alive, last_step, process_id, used
 from train.chaos import jobs
 from train.cli.config_json import to_json
-from train.config import PeerExchange, TopologyConfig, WorkersConfig
+from train.config import PeerExchange, RoundsMethod, TopologyConfig, WorkersConfig
 from train.job.signals import NOTHING_LOST
 from train.launch import main
 from train.run.peer_log import mean_moved
@@ -260,7 +260,7 @@ def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
     [
         ({"topology": dict(name="ring_lattice", degree=4)}, "for 2 workers: ring_latt"),
         ({"exchange": changed(ELASTIC, quorum=9)}, "must be at most 8, the number of"),
-        ({"step": dict(algorithm="rounds")}, "elastic needs step.algorithm = "),
+        ({"method": RoundsMethod()}, "elastic peers .* set method to awc, got rounds"),
     ],
 )
 def test_what_needs_all_workers_is_not_elastic(changes, words):

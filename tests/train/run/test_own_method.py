@@ -22,7 +22,7 @@ from train.cli.changes import as_changes, with_changes
 from train.cli.load import load_config
 from train.cli.trust import find_own
 from train.compare import Comparison
-from train.config import Config, StepConfig, WorkersConfig
+from train.config import Config, WorkersConfig
 from train.dbench.__main__ import DBench
 from train.report import write_report
 from train.run.loop import train
@@ -121,7 +121,7 @@ SHORT = ("--num-steps", "4", "--workers.num-workers", "3")
 )
 def test_a_plan_that_has_a_name_trains_as_by_its_name(own, name, algorithm):
     found = params_of(with_own(*SHORT, "--method", f"own.py:{name}"), "own")
-    plain = with_own(*SHORT, "--topology.name", "ring", "--step.algorithm", algorithm)
+    plain = with_own(*SHORT, "--topology.name", "ring", "--method", algorithm)
     assert_equal(found, params_of(plain, "named"))
 
 
@@ -225,16 +225,25 @@ def test_what_a_method_sends_is_what_travels(own):
         ("--method own.py:ring --topology.name ring", "topology.name would change"),
         ("--method own.py:ring --topology own.py:ring", "--topology would change noth"),
         ("--topology own.py:ring --topology.name ring", "takes the place of --topolog"),
-        ("--method own.py:ring --step.algorithm atc", "leave step.algorithm at the"),
-        ("--method own.py:ring --rounds.delay 1", "leave rounds at the default"),
-        ("--method own.py:ring --policy thinning", "leave policy at the default"),
-        ("--method own.py:ring --exchange quorum", "quorum makes its own plan"),
+        ("--method atc --method.delay 1", "delay is an option of --method rounds"),
+        ("--method own.py:ring --method.delay 1", "an option of --method rounds: giv"),
+        (
+            "--method own.py:ring --policy thinning",
+            "policy is an option of --method awc or at",
+        ),
+        (
+            "--method own.py:ring --exchange quorum",
+            "a quorum merges .* set method to rounds, got own",
+        ),
         ("--method own.py:choco_momentum --exchange peers", "exchange.patience to Non"),
         (
             "--method own.py:choco_momentum --step.not-finite quarantine",
             "methods that keep sums add what .* set step.not_finite to stop",
         ),
-        ("--method own.py:mean --exchange peers", "all_reduce with exchange = peers"),
+        (
+            "--method own.py:mean --exchange peers",
+            "waits for those of all .* got peers",
+        ),
         ("--method own.py:mean --step.message-dtype bfloat16", "sends gradients"),
     ],
 )
@@ -257,7 +266,7 @@ def test_a_name_takes_the_place_of_a_configs_own_graph(own):
     assert made.topology.make is not None
     named, fields = with_changes(made, ["topology.name=complete"])
     assert named.topology.make is None
-    assert named.algorithm.graph == topology.complete(4)
+    assert named.plan == topology.complete(4)
     assert {"topology.name", "topology.make"} <= set(fields)
 
 
@@ -268,7 +277,5 @@ def test_a_method_in_a_config_file_is_the_same(own):
     )
     config = load_config(own)
     assert build_method(config).name == "choco_momentum"
-    with pytest.raises(ValueError, match="is a whole algorithm: leave step"):
-        changed(config, step=StepConfig(algorithm="rounds"))
     more = changed(config, workers=WorkersConfig(num_workers=5))
     assert build_method(more).plan.num_workers == 5

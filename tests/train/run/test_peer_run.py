@@ -39,12 +39,13 @@ from tests.run_folders import alive, column, last_step, process_id, used
 from tests.timed import untimed
 from tests.trees import assert_close
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
     AutoExchange,
     DistributedConfig,
     GroupExchange,
     PeerExchange,
-    RoundsConfig,
-    StepConfig,
+    RoundsMethod,
     StragglerConfig,
     TopologyConfig,
 )
@@ -63,7 +64,7 @@ from train.store.checkpoints import find_checkpoints, read_models
 from train.store.log import read_metrics
 from train.study.replayed import repeat
 
-ROUNDS = StepConfig(algorithm="rounds")
+ROUNDS = {"method": RoundsMethod()}
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +102,24 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     assert all(step == version for step, *_, version in rows)
 
 
-DILOCO = RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift")
+DILOCO = RoundsMethod(every_steps=3, delay=2, outer="nesterov", merge="shift")
 
 
 @pytest.mark.slow
 @pytest.mark.draw(2)
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_rounds_of_peers_that_wait_are_the_simulated(codec, tmp_path):
-    options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
-    options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
-    options += ["--rounds.outer", "nesterov", "--rounds.codec", codec]
-    options += ["--rounds.merge", "shift", "--topology.name", "complete"]
+    options = [*RING, "--exchange.patience", "None", "--method", "rounds"]
+    options += ["--method.every-steps", "3", "--method.delay", "2"]
+    options += ["--method.outer", "nesterov", "--method.codec", codec]
+    options += ["--method.merge", "shift", "--topology.name", "complete"]
     run_dir = tmp_path / "line"
     with launch(2, run_dir, *options) as job:
         ended(job)
     config = changed(
         job_line.config,
         topology=dict(name="complete"),
-        step=dict(algorithm="rounds"),
-        rounds=changed(DILOCO, codec=codec),
+        method=changed(DILOCO, codec=codec),
     )
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0)
@@ -131,7 +131,7 @@ def test_rounds_of_peers_that_wait_are_the_simulated(codec, tmp_path):
 
 
 SWAPS = [*RING, "--exchange.way", "swaps"]
-WAGMA = ["--exchange", "groups", "--step.algorithm"]
+WAGMA = ["--exchange", "groups", "--method"]
 WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every", "8"]
 
 
@@ -302,9 +302,9 @@ def test_a_stopped_run_of_peers_is_saved_and_goes_on(tmp_path):
 def test_rounds_by_peers_that_were_killed_or_stopped_go_on(tmp_path):
     """Each process from its own checkpoint, whatever steps the others have done."""
     options = [*OPTIONS, "--workers.num-workers", "4", "--topology.name", "complete"]
-    options += ["--num-steps", "200", "--step.algorithm", "rounds"]
-    options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
-    options += ["--rounds.outer", "nesterov", "--rounds.merge", "shift"]
+    options += ["--num-steps", "200", "--method", "rounds"]
+    options += ["--method.every-steps", "3", "--method.delay", "2"]
+    options += ["--method.outer", "nesterov", "--method.merge", "shift"]
     with launch(2, tmp_path, *options, config="tests/line.py") as job:
         wait_until(
             lambda: (
@@ -434,7 +434,7 @@ def test_who_was_away_goes_on_with_what_others_saved(tmp_path, monkeypatch, caps
 @pytest.mark.nightly
 def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
     """What another has saved is no state of its own rounds."""
-    rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
+    rounds = {"method": RoundsMethod(every_steps=3, delay=2)}
     train(as_process(1, 2, **rounds), tmp_path)
     capsys.readouterr()
     train(as_process(0, 2, num_steps=10, **rounds), tmp_path)
@@ -501,7 +501,7 @@ def test_peers_go_on_where_one_fails():
 @pytest.mark.slow
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
     task = changed(line.config.task, poison_step=3, poison_worker=1)
-    rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
+    rounds = {"method": RoundsMethod(every_steps=3, delay=2)}
     words = "gradient of worker 3 is not finite .* from its own checkpoint$"
     with pytest.raises(FloatingPointError, match=words):
         train(as_process(1, 2, task=task, **rounds), tmp_path)
@@ -557,30 +557,33 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
 
 
 COMPLETE = {"topology": TopologyConfig(name="complete")}
-INT8 = {"step": ROUNDS, "rounds": RoundsConfig(codec="int8", outer="nesterov")}
-INT4 = {"step": ROUNDS, "rounds": RoundsConfig(codec="int4", copies=True)}
+INT8 = {"method": RoundsMethod(codec="int8", outer="nesterov")}
+INT4 = {"method": RoundsMethod(codec="int4", copies=True)}
 NODES = {"topology": dict(name="hierarchical"), "workers": dict(workers_per_node=2)}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"step": dict(algorithm="atc")}, "atc with exchange = peers waits"),
-        ({"step": dict(algorithm="all_reduce")}, "set step.algorithm to awc or"),
+        (
+            {"method": AtcMethod()},
+            "set method to awc or rounds or your own .* got atc",
+        ),
+        ({"method": AllReduceMethod()}, "all_reduce sends gradients, .* got peers"),
         ({"step": dict(message_dtype="bfloat16")}, "in their own dtype"),
-        (INT8 | COMPLETE, "int8 with .* sends changes, .* set exchange.patience to"),
-        (INT4, "int4 with .* sends changes"),
-        ({"step": ROUNDS, "exchange": PeerExchange(way="swaps")}, "they arrive.* swap"),
+        (INT8 | COMPLETE, "none may be lost: set exchange.patience to None, got 0.0"),
+        (INT4, "messages of changes .* set exchange.patience"),
+        (ROUNDS | {"exchange": PeerExchange(way="swaps")}, "they arrive.* swap"),
         (COMPLETE, "averages over groups or nodes, which takes collectives"),
         (NODES, "averages over groups or nodes, which takes collectives"),
         (
             {
-                "step": dict(algorithm="atc"),
+                "method": AtcMethod(),
                 "exchange": GroupExchange(),
                 "topology": dict(name="butterfly_groups", mean_every=4),
                 "optimizer": dict(name="exact_diffusion"),
             },
-            r"got with_mean_every\(butterfly_groups, 4\), which has \d+ exchanges",
+            "and changes of graph: set exchange to .* or peers, got groups",
         ),
     ],
 )
@@ -590,8 +593,10 @@ def test_what_takes_collectives_is_refused_at_once(changes, words):
 
 
 def test_groups_without_a_mean_of_all_are_refused():
-    words = 'needs topology.name = "butterfly_groups" and topology.mean_every'
-    for name in ("ring", "butterfly_groups"):
+    for name, words in (
+        ("ring", "set topology.name to butterfly_groups, got ring"),
+        ("butterfly_groups", "set topology.mean_every to a number, got None"),
+    ):
         own = {"exchange": GroupExchange(), "topology": TopologyConfig(name=name)}
         with pytest.raises(ValueError, match=words):
             as_process(0, 2, **own)

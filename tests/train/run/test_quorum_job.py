@@ -14,7 +14,13 @@ from tests.changes import changed
 from tests.jobs import ended, rounds_command, started, wait_until
 from tests.run_folders import alive, last_step, process_id, used
 from train.cli.config_json import is_elastic, read_fields
-from train.config import QuorumExchange, StepConfig, TopologyConfig, WorkersConfig
+from train.config import (
+    AwcMethod,
+    QuorumExchange,
+    RoundsMethod,
+    TopologyConfig,
+    WorkersConfig,
+)
 from train.launch import are_peers
 from train.replay import replay
 from train.run.used_record import read_used
@@ -96,10 +102,10 @@ def test_a_slow_process_takes_fewer_steps_in_as_many_rounds(tmp_path):
 def test_a_run_is_repeated_bit_for_bit(delay, tmp_path):
     """With a slow process, and one that begins where the others are."""
     late = ("--straggler.kind", "fixed", "--straggler.who", "2")
-    late += ("--straggler.seconds", "0.12", "--rounds.delay", delay)
+    late += ("--straggler.seconds", "0.12", "--method.delay", delay)
     more = ("--num-steps", "60", "--exchange.patience", "0.1")
     # On a busy machine none counts as gone, and comes back.
-    own = ("--rounds.merge", "shift", "--exchange.silent-seconds", "60")
+    own = ("--method.merge", "shift", "--exchange.silent-seconds", "60")
     argv = rounds_command(tmp_path, 3, *late, *more, *own)
     with started(sys.executable, *argv) as job:
         ended(job)
@@ -135,7 +141,7 @@ def test_each_batch_is_read_once_though_workers_die_and_come_back(tmp_path):
 
 def as_quorum(**changes):
     own = {
-        "step": StepConfig(algorithm="rounds"),
+        "method": RoundsMethod(),
         "topology": TopologyConfig(name="complete"),
         "workers": WorkersConfig(num_workers=4),
         "exchange": QuorumExchange(),
@@ -172,10 +178,10 @@ def test_an_exchange_that_no_quorum_can_end_is_refused(options, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"step": dict(algorithm="awc")}, "set step.algorithm to rounds"),
+        ({"method": AwcMethod()}, "set method to rounds, got awc"),
         ({"exchange": QuorumExchange(quorum=5)}, "must be at most 4, the number of"),
         ({"exchange": QuorumExchange(trimmed=2)}, "4 trimmed ones leave none"),
-        ({"rounds": dict(codec="int8")}, "a quorum merges whole models"),
+        ({"method": RoundsMethod(codec="int8")}, "a quorum merges whole models"),
         ({"topology": dict(name="ring_lattice", degree=2)}, "for 2 workers"),
     ],
 )

@@ -30,7 +30,7 @@ from train.checkpoint import named
 from train.cli.changes import with_changes
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
-from train.config import OptimizerConfig
+from train.config import AllReduceMethod, OptimizerConfig, RoundsMethod
 from train.data.batches import Batch
 from train.dbench.grid import Graphs
 from train.report import write_report
@@ -91,7 +91,7 @@ def test_changes_hold_together():
     )
     changes = ["step.algorithm=rounds", "rounds.codec=int8", "topology.name=ring"]
     found, _ = with_changes(config, changes)
-    assert (found.rounds.codec, found.topology.name) == ("int8", "ring")
+    assert (found.method.codec, found.topology.name) == ("int8", "ring")
     found, fields = with_changes(LINE, ("log.timeline=True",))
     assert found.log.timeline
     assert fields == ("log.timeline",)
@@ -130,7 +130,7 @@ def test_a_rate_that_changes_nothing_is_refused():
         (  # All-reduce spreads it at once.
             changed(
                 poisoned("loss"),
-                step=dict(algorithm="all_reduce"),
+                method=AllReduceMethod(),
                 checkpoint=dict(every_steps=100),
             ),
             "of workers 0, 1, 2, 3 is not finite at step 9.* nothing has been saved",
@@ -386,7 +386,7 @@ def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir
 
 def test_an_earlier_config_has_defaults_of_later_fields(run_dir, monkeypatch):
     saved = json.loads(to_json(LINE))
-    del saved["rounds"], saved["optimizer"]["eps"]
+    del saved["method"], saved["optimizer"]["eps"]
     monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
     assert what_changed(run_dir, 20, LINE, Resume()) == []
     saved["seed"] = 3
@@ -429,8 +429,7 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
 def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
     config = changed(
         LINE,
-        step=dict(algorithm="rounds"),
-        rounds=dict(every_steps=1, delay=1, tracking=True),
+        method=RoundsMethod(every_steps=1, delay=1, tracking=True),
     )
     before = train(config, tmp_path).state
     workers = changed(LINE.workers, num_workers=3)

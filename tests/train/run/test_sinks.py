@@ -26,8 +26,10 @@ from tests.line import config as line
 from tests.run_folders import column
 from train.__main__ import main
 from train.cli.command import sentence
+from train.cli.sections import kind_of
 from train.cli.tables import quantity
 from train.config import (
+    AwcMethod,
     CheckpointConfig,
     LogConfig,
     StepConfig,
@@ -77,7 +79,7 @@ def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_with_a_policy_says_so(tmp_path, capsys):
-    train(changed(SHORT, policy=ThinningPolicy()), tmp_path)
+    train(changed(SHORT, method=AwcMethod(policy=ThinningPolicy())), tmp_path)
     assert "over the graphs of the policy thinning" in capsys.readouterr().out
 
 
@@ -787,7 +789,7 @@ ISLANDS = TopologyConfig(make=islands)
     ],
 )
 def test_a_config_of_a_graph_in_parts_is_said(graph, algorithm, is_said):
-    config = changed(line, topology=graph, step=dict(algorithm=algorithm))
+    config = changed(line, topology=graph, method=kind_of("method", algorithm)())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         build_method(config)

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 from decentjax import topology
+from decentjax.plan import topology_of
 from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import python
@@ -25,6 +26,7 @@ from train.__main__ import main
 from train.cli.config_json import from_fields, sources, to_json
 from train.cli.load import load_config
 from train.config import (
+    AwcMethod,
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -40,7 +42,6 @@ from train.report import write_report
 from train.run.check_task import COLUMNS, check_batch, trace_task
 from train.run.loop import train
 from train.run.optimizers import optimizer_with
-from train.run.policy_choice import build_policy
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.run_info import read_facts, resume_line
 from train.run.scores import read_trained
@@ -536,8 +537,9 @@ def test_an_own_optimizer_may_be_one_of_several_steps():
 def test_graphs_by_name_are_not_ones_own():
     """Of a policy that lists them."""
     policy = HoldingPolicy(graphs=("complete", "ring"))
-    config = of(policy=policy, topology=TopologyConfig(make=topology.alone))
-    assert len(build_policy(config).menu[1].between.sources) == 3
+    graph, method = TopologyConfig(make=topology.alone), AwcMethod(policy=policy)
+    config = of(method=method, topology=graph)
+    assert len(topology_of(config.plan)[1].between.sources) == 3
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Rounds of communication, and how they are encoded."""
+"""The method: who averages what, and when."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import optax
 
@@ -16,11 +17,14 @@ from decentjax.compression import (
     drift,
     error_feedback,
 )
-from decentjax.methods import Tracking
+from decentjax.methods import Tracking, all_reduce
+from decentjax.plan import GradientMean
+from decentjax.policy import Policy
 from decentjax.rounds import blend, cut_leaves, replace, shift
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
+from train.config.policy_section import FixedPolicy, PlanParts, PolicySection
 from train.fields import checked
 
 
@@ -60,8 +64,56 @@ def sends_models(codec: Codec) -> bool:
 
 
 @checked
-class RoundsConfig:
-    """Rounds of communication, for step.algorithm = "rounds"; see `decentjax.rounds`.
+class EveryStepMethod:
+    """Averages of the models in every step."""
+
+    policy: PolicySection = field(default_factory=FixedPolicy)
+
+
+@checked
+class AwcMethod(EveryStepMethod):
+    """Averages of the models while the gradient is computed.
+
+    Args:
+      policy: the graph of each step.
+    """
+
+    name: ClassVar[str] = "awc"
+
+    def build(self, parts: PlanParts) -> Topology | Policy:
+        """Returns the plan."""
+        return self.policy.build(parts)
+
+
+@checked
+class AtcMethod(EveryStepMethod):
+    """Averages of the models after the update.
+
+    Args:
+      policy: the graph of each step.
+    """
+
+    name: ClassVar[str] = "atc"
+
+    def build(self, parts: PlanParts) -> Rounds:
+        """Returns the plan."""
+        return Rounds(self.policy.build(parts))
+
+
+@checked
+class AllReduceMethod:
+    """The mean of the gradients of all workers, the baseline."""
+
+    name: ClassVar[str] = "all_reduce"
+
+    def build(self, parts: PlanParts) -> GradientMean:
+        """Returns the plan."""
+        return all_reduce(parts.workers.num_workers)
+
+
+@checked
+class RoundsMethod:
+    """Averages of the models every few steps; see `decentjax.rounds`.
 
     Args:
       every_steps: H, number of steps between rounds, of each fragment.
@@ -93,6 +145,8 @@ class RoundsConfig:
         codec, and between peers only if they wait for all.
     """
 
+    name: ClassVar[str] = "rounds"
+
     every_steps: int = 10
     fragments: int = 1
     delay: int = 0
@@ -121,21 +175,21 @@ class RoundsConfig:
             )
         if self.copies and (self.codec == "none" or self.outer != "none"):
             raise ValueError(
-                "rounds.copies needs encoded models: set rounds.codec, and "
-                'rounds.outer to "none"'
+                "method.copies needs encoded models: set method.codec, and "
+                'method.outer to "none"'
             )
         of_models = self.outer == "none" and not self.copies
         if of_models and not sends_models(self._codec()):
             raise ValueError(
-                f"rounds.codec = {self.codec} has too large an error on models, and "
-                "workers would diverge: set rounds.copies, for a graph that never "
+                f"method.codec = {self.codec} has too large an error on models, and "
+                "workers would diverge: set method.copies, for a graph that never "
                 "changes, "
-                'rounds.outer with topology.name = "complete", or rounds.codec to int8'
+                'method.outer with topology.name = "complete", or method.codec to int8'
             )
         if self.tracking and self.codec != "none":
             raise ValueError(
-                "rounds.tracking sends models and estimates unencoded: leave "
-                f"rounds.codec at none, got {self.codec}"
+                "method.tracking sends models and estimates unencoded: leave "
+                f"method.codec at none, got {self.codec}"
             )
         check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
         if not (self.momentum < 1 and self.share < 1):
@@ -148,11 +202,19 @@ class RoundsConfig:
         Rounds(topologies.ring(1), self.every_steps, self.delay)
         if self.outer != "none" and self.every_steps == 1:
             raise ValueError(
-                f"rounds.outer = {self.outer} moves models that have trained alone "
-                "since the last round: set rounds.every_steps to 2 or more"
+                f"method.outer = {self.outer} moves models that have trained alone "
+                "since the last round: set method.every_steps to 2 or more"
             )
 
-    def build(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
+    def build(self, parts: PlanParts) -> Rounds:
+        """Returns the plan.
+
+        Raises:
+          ValueError: if the topology does not fit, or no leaf falls into a fragment.
+        """
+        return self.over(parts.graph, parts.sizes)
+
+    def over(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
         """Returns the rounds over a topology.
 
         Args:
@@ -200,6 +262,9 @@ class RoundsConfig:
         for name, (of, used) in is_used.items():
             if not used and getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
-                    f"rounds.{of} = {getattr(self, of)} has no {name}: set rounds.{of} "
-                    f"too, or leave out rounds.{name}"
+                    f"method.{of} = {getattr(self, of)} has no {name}: set method.{of} "
+                    f"too, or leave out method.{name}"
                 )
+
+
+MethodSection = AwcMethod | AtcMethod | RoundsMethod | AllReduceMethod

@@ -1,4 +1,4 @@
-"""Rounds in the trainer: one result alone, on a mesh, as seeds and in a thread."""
+"""Methods in the trainer: one result alone, on a mesh, as seeds and in a thread."""
 
 import functools
 
@@ -13,12 +13,14 @@ from tests.changes import changed
 from tests.run_folders import column
 from train.cli.sections import kind_of
 from train.config import (
+    AllReduceMethod,
+    AtcMethod,
+    AwcMethod,
     BackgroundExchange,
     DampingPolicy,
     PeerExchange,
     QuorumExchange,
-    RoundsConfig,
-    StepConfig,
+    RoundsMethod,
     TopologyConfig,
     WorkersConfig,
 )
@@ -38,32 +40,32 @@ NOISY = changed(
     topology=dict(name="complete"),
 )
 METHODS = {
-    "local_sgd": RoundsConfig(every_steps=5),
-    "diloco": RoundsConfig(every_steps=5, outer="nesterov"),
-    "streaming": RoundsConfig(
+    "local_sgd": RoundsMethod(every_steps=5),
+    "diloco": RoundsMethod(every_steps=5, outer="nesterov"),
+    "streaming": RoundsMethod(
         every_steps=6, fragments=2, delay=4, outer="nesterov", merge="blend"
     ),
-    "late": RoundsConfig(every_steps=3, delay=3, merge="shift"),
-    "int8": RoundsConfig(every_steps=3, delay=3, merge="shift", codec="int8"),
-    "sparse": RoundsConfig(
+    "late": RoundsMethod(every_steps=3, delay=3, merge="shift"),
+    "int8": RoundsMethod(every_steps=3, delay=3, merge="shift", codec="int8"),
+    "sparse": RoundsMethod(
         every_steps=5, outer="nesterov", codec="top_k", sent_share=0.5, error_kept=0.9
     ),
 }
-COPIES = RoundsConfig(every_steps=1, codec="int8", copies=True, copy_step=0.8)
+COPIES = RoundsMethod(every_steps=1, codec="int8", copies=True, copy_step=0.8)
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 # Further ones that a run has to resume, with what they need beside their rounds.
 MORE = {
     "noloco": (
-        RoundsConfig(every_steps=5, outer="heavy_ball", momentum=0.5),
+        RoundsMethod(every_steps=5, outer="heavy_ball", momentum=0.5),
         {"topology": TopologyConfig(name="random_matching")},
     ),
     "muloco": (METHODS["diloco"], {"optimizer": changed(NOISY.optimizer, name="muon")}),
     "choco": (
-        RoundsConfig(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
+        RoundsMethod(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
         {"topology": TopologyConfig(name="ring")},
     ),
     "int2": (
-        RoundsConfig(
+        RoundsMethod(
             every_steps=4, delay=3, merge="shift", outer="nesterov", codec="int2"
         ),
         {},
@@ -71,10 +73,9 @@ MORE = {
 }
 
 
-def config_of(method, **changes):
-    step = changed(NOISY.step, algorithm="rounds")
+def config_of(method, /, **changes):
     rounds, others = MORE.get(method) or (METHODS[method], {})
-    return changed(NOISY, **{"step": step, "rounds": rounds, **others, **changes})
+    return changed(NOISY, **{"method": rounds, **others, **changes})
 
 
 def params_of(state):
@@ -137,13 +138,11 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
 
 TRACKING = {
     "optimizer": changed(NOISY.optimizer, learning_rate=0.01),
-    "step": StepConfig(algorithm="rounds"),
-    "rounds": RoundsConfig(every_steps=1, delay=1, tracking=True),
+    "method": RoundsMethod(every_steps=1, delay=1, tracking=True),
 }
 LOCAL_TRACKING = {
     "optimizer": changed(NOISY.optimizer, learning_rate=0.01),
-    "step": StepConfig(algorithm="rounds"),
-    "rounds": RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True),
+    "method": RoundsMethod(every_steps=3, delay=2, merge="shift", tracking=True),
 }
 SGD = changed(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
 QG = {"optimizer": changed(SGD, name="qg_dsgdm")}
@@ -151,8 +150,8 @@ D2 = {
     "topology": TopologyConfig(name="ring", factor=0.5),
     "optimizer": changed(SGD, name="exact_diffusion"),
 }
-ATC = {"step": StepConfig(algorithm="atc")}
-ONES = {"step": StepConfig(algorithm="rounds"), "rounds": RoundsConfig(every_steps=1)}
+ATC = {"method": AtcMethod()}
+ONES = {"method": RoundsMethod(every_steps=1)}
 
 
 @pytest.mark.slow
@@ -196,24 +195,24 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"every_steps": 3, "delay": 4}, "merged after 4 steps"),
         ({"delay": -1}, "delay must be at least 0"),
         ({"fragments": 0}, "fragments must be at least 1"),
-        ({"every_steps": 1, "outer": "nesterov"}, "rounds.every_steps to 2 or more"),
+        ({"every_steps": 1, "outer": "nesterov"}, "method.every_steps to 2 or more"),
         ({"momentum": 1.0}, "momentum and share must be less than 1"),
         ({"merge": "mix"}, "merge must be one of"),
-        ({"learning_rate": 0.5}, "rounds.outer = none has no learning_rate: set round"),
-        ({"momentum": 0.5}, "rounds.outer = none has no momentum: set rounds.outer"),
-        ({"share": 0.3}, "rounds.merge = replace has no share: set rounds.merge too"),
-        ({"codec": "int8", "sent_share": 0.1}, "rounds.codec = int8 has no sent_share"),
+        ({"learning_rate": 0.5}, "method.outer = none has no learning_rate: set metho"),
+        ({"momentum": 0.5}, "method.outer = none has no momentum: set method.outer"),
+        ({"share": 0.3}, "method.merge = replace has no share: set method.merge too"),
+        ({"codec": "int8", "sent_share": 0.1}, "method.codec = int8 has no sent_share"),
         ({"codec": "int3"}, "codec must be one of"),
-        ({"copies": True}, "rounds.copies needs encoded models"),
+        ({"copies": True}, "method.copies needs encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
-        ({"codec": "int2"}, "rounds.codec = int2 has too large .* set rounds.copies"),
-        ({"codec": "int8", "tracking": True}, "leave rounds.codec at none, got int8"),
+        ({"codec": "int2"}, "method.codec = int2 has too large .* set method.copies"),
+        ({"codec": "int8", "tracking": True}, "leave method.codec at none, got int8"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        RoundsConfig(**changes)
+        RoundsMethod(**changes)
 
 
 @pytest.mark.parametrize(
@@ -227,43 +226,49 @@ def test_rounds_of_no_sense_are_refused(changes, words):
     ],
 )
 def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate):
-    found = RoundsConfig(**changes).build(complete(3)).compression
+    found = RoundsMethod(**changes).over(complete(3)).compression
     assert (found.kind.name, found.rate_of(0)) == (of, rate)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"exchange": BackgroundExchange()}, "rounds.delay to 1 or more"),
+        (
+            {"exchange": BackgroundExchange()},
+            "of rounds method.delay.* set exchange to auto",
+        ),
         ({"exchange": PeerExchange(way="swaps")}, "rounds are averaged as they"),
         (
             {
-                "step": dict(algorithm="rounds", message_dtype="bfloat16"),
-                "rounds": dict(codec="int8"),
+                "step": dict(message_dtype="bfloat16"),
+                "method": RoundsMethod(codec="int8"),
             },
             "messages have one form",
         ),
         (
-            {"rounds": COPIES, "topology": dict(name="one_peer_ring")},
+            {"method": COPIES, "topology": dict(name="one_peer_ring")},
             "copies of the peers need a graph that never changes",
         ),
         (
-            {"rounds": METHODS["sparse"], "topology": dict(name="ring")},
+            {"method": METHODS["sparse"], "topology": dict(name="ring")},
             "means over all workers, unlike ring every .*: use the",
         ),
         (
             {
-                "rounds": dict(codec="int8"),
+                "method": RoundsMethod(codec="int8"),
                 "topology": dict(name="hierarchical"),
                 "workers": dict(workers_per_node=2),
             },
             "a codec needs exchanges of single workers, got nodes of 2",
         ),
         (
-            {"rounds": dict(every_steps=3, delay=2, tracking=True)},
+            {"method": RoundsMethod(every_steps=3, delay=2, tracking=True)},
             "take merge=shift, .* got replace with a delay of 2",
         ),
-        ({"rounds": dict(every_steps=2, fragments=3)}, "2 steps can have 1 to 2 fragm"),
+        (
+            {"method": RoundsMethod(every_steps=2, fragments=3)},
+            "2 steps can have 1 to 2 fragm",
+        ),
     ],
 )
 def test_where_rounds_cannot_be_is_refused(changes, words):
@@ -271,15 +276,9 @@ def test_where_rounds_cannot_be_is_refused(changes, words):
         config_of("diloco", **changes)
 
 
-def test_rounds_that_no_step_takes_are_refused(tmp_path):
-    config = changed(NOISY, rounds=RoundsConfig(every_steps=3))
-    with pytest.raises(ValueError, match="the fields of rounds are for"):
-        train(config, tmp_path)
-
-
 PEERS, SWAPS = PeerExchange(), PeerExchange(patience=None, way="swaps")
-DROPS = {"algorithm": "rounds", "not_finite": "quarantine"}
-NARROW = {"algorithm": "rounds", "message_dtype": "bfloat16"}
+DROPS = {"not_finite": "quarantine"}
+NARROW = {"message_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -288,14 +287,20 @@ NARROW = {"algorithm": "rounds", "message_dtype": "bfloat16"}
         (D2 | {"topology": dict(name="one_peer_ring")}, "use ring with topology.fact"),
         (D2 | {"topology": dict(name="exponential")}, "got exponential, which has"),
         (D2 | {"topology": dict(name="ring")}, "a least eigenvalue of -0.33"),
-        (QG | {"step": dict(algorithm="all_reduce")}, "qg_dsgdm uses the"),
-        (LOCAL_TRACKING | D2, "without codec and tracking, got rounds with 3, none"),
-        (D2 | {"policy": DampingPolicy()}, "set policy to fixed, got damping"),
+        (QG | {"method": AllReduceMethod()}, "qg_dsgdm uses the"),
+        (LOCAL_TRACKING | D2, "set method to awc or atc, got rounds"),
+        (
+            D2 | {"method": AwcMethod(policy=DampingPolicy())},
+            "set method.policy to fixed",
+        ),
         (D2 | {"step": dict(not_finite="quarantine")}, "set step.not_finite to stop"),
         (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (D2 | {"exchange": SWAPS}, "set exchange.way to arrived, got swaps"),
         (TRACKING | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
-        (TRACKING | {"exchange": QuorumExchange()}, "set exchange to peers, got"),
+        (
+            TRACKING | {"exchange": QuorumExchange()},
+            "set exchange to .* or peers, got quorum",
+        ),
         (LOCAL_TRACKING | {"step": DROPS}, "set step.not_finite to stop, got quarant"),
         (TRACKING | {"step": NARROW}, "set step.message_dtype to None, got bfloat16"),
     ],
@@ -307,8 +312,8 @@ def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):
 
 @pytest.mark.slow
 def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
-    rounds = RoundsConfig(every_steps=10)
-    config = changed(config_of("local_sgd", rounds=rounds), num_steps=5)
+    rounds = RoundsMethod(every_steps=10)
+    config = changed(config_of("local_sgd", method=rounds), num_steps=5)
     train(config, tmp_path)
     assert "= 10 is more than num_steps = 5: the run has 0 rounds" in (
         capsys.readouterr().err
@@ -317,8 +322,8 @@ def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
 
 def test_more_fragments_than_leaves_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(start_run, "build_steps", None)
-    rounds = RoundsConfig(every_steps=8, fragments=5)
-    config = changed(config_of("diloco"), rounds=rounds)
+    rounds = RoundsMethod(every_steps=8, fragments=5)
+    config = changed(config_of("diloco"), method=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -328,7 +333,7 @@ def test_more_fragments_than_leaves_are_refused(tmp_path, monkeypatch):
 def test_copies_of_peers_hold_what_workers_have(tmp_path):
     """CHOCO-SGD: with each message the copy is nearer to the model."""
     ring, task = TopologyConfig(name="ring"), line.NOISY.task
-    config = config_of("int8", rounds=COPIES, topology=ring, task=task)
+    config = config_of("int8", method=COPIES, topology=ring, task=task)
     state = train(config, tmp_path).state
     known, params = state.extra.coded.memory, jax.tree.leaves(state.params)
     # One level of 127 of the last change of a step.
