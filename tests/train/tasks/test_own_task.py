@@ -42,9 +42,11 @@ from train.report import write_report
 from train.run.check_task import COLUMNS, check_batch, trace_task
 from train.run.loop import train
 from train.run.optimizers import optimizer_with
+from train.run.place import build_place
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.run_info import read_facts, resume_line
 from train.run.scores import read_trained
+from train.run.setup import make_run
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 from train.tasks.shipped import is_shipped
@@ -238,12 +240,14 @@ def test_hooks_are_needed_to_go_on_and_not_to_evaluate(ran, own):
 
 
 def test_a_stopped_run_names_the_whole_command_that_resumes_it(own, monkeypatch):
-    config = load_config(own)
-    assert resume_line(config, Path("a b")) == "decentjax resume 'a b' --trust own.py"
+    def line_of(config, folder):
+        return resume_line(make_run(config, build_place(config, Path(folder))))
+
+    line = line_of(load_config(own), "a b")
+    assert line == "decentjax resume 'a b' --trust own.py"
     monkeypatch.setenv("DECENTJAX_COMMAND", "decentjax launch -n 2 own.py")
-    peers = as_process(0, 2)
     launched = "decentjax launch -n 2 resume run --trust tests.line"
-    assert resume_line(peers, Path("run")) == launched
+    assert line_of(as_process(0, 2), "run") == launched
 
 
 def test_a_file_that_moved_or_became_a_module_is_the_same(ran, own):
