@@ -1,6 +1,7 @@
 """Keeps small runs of this version, for the tests of later ones, at each release.
 
-`python -m tests.keep_runs` writes tests/runs_VERSION.tar.xz, in a minute.
+`python -m tests.keep_runs` writes tests/runs_VERSION.tar.xz, in some minutes;
+its version is added to tests/train/store/test_old_runs.py.
 """
 
 import contextlib
