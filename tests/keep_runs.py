@@ -33,31 +33,31 @@ COMMON = """--num-steps 6 --workers.num-workers 4 --workers.workers-per-node 2
 --log.sinks"""
 GPT = """--task.model.width 2 --task.model.num-layers 1 --task.model.num-heads 1
 --task.model.context 8 --task.num-eval-windows 1 --task.sample-bytes 8"""
-ROUNDS = "--step.algorithm rounds --topology.name"
+ROUNDS = "--method rounds --topology.name"
 ALONE = {
     "gpt": f"{GPT} --topology.name complete",
     "awc": "--topology.name ring --step.num-micro-batches 2",
     "graph": "",
-    "atc": "--step.algorithm atc --optimizer.name accum_adam --optimizer.accum-steps 3",
-    "all_reduce": "--step.algorithm all_reduce --optimizer.name sgd",
-    "streaming": f"{ROUNDS} complete --rounds.every-steps 4 --rounds.delay 1 "
-    "--rounds.fragments 2 --rounds.outer nesterov --rounds.codec int8",
-    "tracking": f"{ROUNDS} ring --rounds.every-steps 2 --rounds.delay 1 "
-    "--rounds.tracking",
-    "copies": f"{ROUNDS} ring --rounds.every-steps 1 --rounds.codec int4 "
-    "--rounds.copies",
+    "atc": "--method atc --optimizer.name accum_adam --optimizer.accum-steps 3",
+    "all_reduce": "--method all_reduce --optimizer.name sgd",
+    "streaming": f"{ROUNDS} complete --method.every-steps 4 --method.delay 1 "
+    "--method.fragments 2 --method.outer nesterov --method.codec int8",
+    "tracking": f"{ROUNDS} ring --method.every-steps 2 --method.delay 1 "
+    "--method.tracking",
+    "copies": f"{ROUNDS} ring --method.every-steps 1 --method.codec int4 "
+    "--method.copies",
     "policy": "--policy thinning --policy.epoch-steps 2 --policy.degree 2",
 }
 PEERS = "--log.timeline --topology.name ring --exchange"
 LAUNCHED = {
-    "job": "--topology.name ring --topology.factor 0.5 --step.algorithm atc "
+    "job": "--topology.name ring --topology.factor 0.5 --method atc "
     "--optimizer.name exact_diffusion",
     "peers": f"{PEERS} peers",
     "elastic": f"{PEERS} peers --exchange.elastic",
     "groups": f"{PEERS} groups --exchange.patience 20 --topology.mean-every 3 "
     "--topology.name butterfly_groups --topology.group-size 2",
-    "quorum": f"{PEERS} quorum {ROUNDS} complete --rounds.every-steps 2 "
-    "--rounds.outer nesterov",
+    "quorum": f"{PEERS} quorum {ROUNDS} complete --method.every-steps 2 "
+    "--method.outer nesterov",
 }
 NAMES = {"gpt": "quickstart", "graph": "config.py:graph"}
 
