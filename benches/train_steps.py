@@ -31,7 +31,7 @@ from train.config import (
     WorkersConfig,
 )
 from train.run.build import build_in_step, step_options
-from train.run.place import Given
+from train.run.run_place import Given
 from train.run.setup import Run
 
 

@@ -28,7 +28,7 @@ from decentjax.train_step import on_mesh, simulate
 from decentjax.updates import Adapt, check_averages_nothing, check_call, kinds
 
 Order = Literal["beside", "after"]
-Run = Callable[[Adapt, Any], Any]
+RunStep = Callable[[Adapt, Any], Any]
 """Maps (local update, plan) to a train step, as `gossip.Background` does."""
 
 
@@ -57,7 +57,7 @@ class WrappedStep:
         plan: Plan,
         mesh: Mesh | None,
         params: Callable[[Any], Any] | None,
-        run: Run | None,
+        run: RunStep | None,
         order: Order | None,
     ):
         self._step, self._plan, self._mesh = train_step, plan, mesh
@@ -199,7 +199,7 @@ def wrap(
     mesh: Mesh | None = None,
     *,
     params: Callable[[Any], Any] | None = None,
-    run: Run | None = None,
+    run: RunStep | None = None,
     order: Order | None = None,
 ) -> WrappedStep:
     """Decentralizes a train step of one worker that knows nothing of workers.

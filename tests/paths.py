@@ -10,7 +10,7 @@ from tests import line
 from tests.changes import changed
 from train.config import Config, LogConfig, PeerExchange, StepConfig, WorkersConfig
 from train.run.loop import train
-from train.run.place import build_place
+from train.run.run_place import build_place
 from train.run.setup import make_run
 from train.study.clock import Clock
 from train.study.replayed import train_by_clock

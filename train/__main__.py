@@ -48,9 +48,9 @@ from train.cli.sections import ExchangeName, MethodName, OwnTopology, name_of
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.run.loop import Outcome, train
-from train.run.place import build_place
 from train.run.resume import Resume, saved_config
 from train.run.run_info import add_results, resume_line
+from train.run.run_place import build_place
 from train.run.setup import Run
 from train.run.sinks import Sink
 from train.store.checkpoints import find_checkpoints

@@ -213,7 +213,7 @@ class Comparison:
     def _ends(self, one: Candidate) -> Sequence[float]:
         """When each number of steps is done, [T + 1], or without a clock the number."""
         config = one.config
-        if not self.clock.runs and not config.is_apart:
+        if not (self.clock.runs or self.clock.is_needed(config)):
             return range(config.num_steps + 1)
         run = make_run(config, task=one.task)
         runs = [self.clock.run(run, seed).times for seed in self._seeds]
@@ -238,9 +238,7 @@ class Comparison:
     def _train(self, one: Candidate, seeds: range, place: str) -> SeedsOutcome:
         """The results of a config, from the folder or trained now."""
         config, task, name = one
-        # Of peers each seed is a run of its own.
-        is_late = config.is_apart
-        size = 1 if is_late else seeds_at_once(config, len(seeds), self.at_once)
+        size = seeds_at_once(config, len(seeds), self.at_once)
         # Each group of seeds takes all the steps.
         num_steps = math.ceil(len(seeds) / size) * config.num_steps
 
@@ -249,7 +247,8 @@ class Comparison:
             with progress(f"{place}: {name}", num_steps) as report:
                 return train_simulated(run, seeds, report, self.clock, self.at_once)
 
-        facts = {"clock": self.clock.facts()} if is_late else {}
+        is_timed = self.clock.is_needed(config)
+        facts = {"clock": self.clock.facts()} if is_timed else {}
         return kept(self.out / f"{name}.json", config, seeds, train, facts)
 
     def _write(self, results: Compared, grid: Grid, bests: Sequence[Best]) -> None:

@@ -21,7 +21,7 @@ from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
 from train.run.build import build_steps, build_train_step
 from train.run.peer_run import build_peers
-from train.run.place import Apart, Given
+from train.run.run_place import Apart, Given
 from train.run.setup import make_run
 from train.tasks.task import Task
 

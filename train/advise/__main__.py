@@ -168,10 +168,7 @@ def _measured(arguments: list[str]) -> int:
                 "steps and measured_steps must be positive, got "
                 f"{steps} and {measured_steps}"
             )
-        if config.is_apart:
-            raise ValueError(
-                "peers share no job in which to measure: use --exchange auto"
-            )
+        config.check_joint("peers share no job in which to measure")
         # First, so that an error does not cost a measurement.
         contenders = read_race(race)
         out.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from train.job.distributed import gather
 from train.network import GBIT, duration
 from train.run.array_placement import put_batch, put_state
 from train.run.build import build_lone_step, build_steps
-from train.run.place import build_place
+from train.run.run_place import build_place
 from train.run.setup import Run, make_run
 
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.

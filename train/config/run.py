@@ -139,6 +139,15 @@ class Config:
             return self.method.build(PlanParts(*parts, sizes))
         return build_plan(self.method, self.workers.num_workers)
 
+    def check_joint(self, why: str) -> None:
+        """Raises a ValueError for peers, where all workers must train in one program.
+
+        Args:
+          why: what needs them together, for the error.
+        """
+        if self.is_apart:
+            raise ValueError(f"{why}: use --exchange auto")
+
     @property
     def is_apart(self) -> bool:
         """Whether each process is a separate run."""
@@ -194,7 +203,7 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
     """What each part of a config needs of the others."""
     rounds = None if isinstance(plan, GradientMean) else rounds_of(plan)
     coded = None if rounds is None else rounds.compression
-    exchange, corrects, policy = config.exchange, _corrects(config), policy_of(plan)
+    corrects, policy = _corrects(config), policy_of(plan)
     keeps_sums = rounds is not None and rounds.keeps_sums
     is_plain = rounds is not None and rounds.every == 1 and not rounds.has_hooks
     return [
@@ -245,6 +254,14 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
             "messages of changes are summed by their receivers, and none may be lost",
             {"exchange.patience": (None,)},
         ),
+        *_needs_of_exchange(config, plan),
+    ]
+
+
+def _needs_of_exchange(config: Config, plan: Plan) -> list[Need]:
+    """What the exchange of a config needs of the other parts."""
+    exchange, is_rounds = config.exchange, isinstance(plan, Rounds)
+    return [
         Need(
             config.is_apart,
             "peers send models in their own dtype",
@@ -256,7 +273,7 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
             {"method": ("awc", "rounds", OWN)},
         ),
         Need(
-            isinstance(exchange, PeerExchange) and isinstance(plan, Rounds),
+            isinstance(exchange, PeerExchange) and is_rounds,
             "rounds are averaged as they arrive",
             {"exchange.way": ("arrived",)},
         ),

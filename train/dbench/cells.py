@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.dbench.grid import Cell
-from train.run.place import build_place
+from train.run.run_place import build_place
 from train.run.setup import make_run
 from train.study.outcome import Report, SeedsOutcome, kept
 from train.study.seeds import seeds_at_once, train_seeds

@@ -129,11 +129,10 @@ class Graphs:
                 f"--scaling {scaling} follows the batch of all workers, which --batch "
                 "global holds: leave one of them out"
             )
-        if self.config.is_apart:
-            raise ValueError(
-                "all workers of a grid train in lockstep: use --exchange auto, "
-                "or for peers decentjax compare with --clock"
-            )
+        self.config.check_joint(
+            "all workers of a grid train in lockstep, and peers have decentjax compare "
+            "with --clock"
+        )
 
     def _cell(
         self, cell: Cell, fields: dict[str, Any], batch: HeldBatch, power: float

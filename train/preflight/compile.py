@@ -20,7 +20,7 @@ from train import targets
 from train.config import AllReduceMethod, BackgroundExchange, Config
 from train.run.array_placement import check_examples, of_examples, shapes_on
 from train.run.build import build_in_step
-from train.run.place import Given
+from train.run.run_place import Given
 from train.run.setup import make_run
 from train.targets import Gpu, Target
 from train.xla import COMPILE_ONLY, read_options

@@ -29,8 +29,8 @@ from train.job.peer_address import address_of
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
 from train.run.nonfinite import WatchState
-from train.run.place import Apart
 from train.run.resume import Begin, trained_by
+from train.run.run_place import Apart
 from train.run.setup import Run
 from train.run.stop import Stop
 from train.run.used_record import has_record

@@ -17,7 +17,7 @@ from train.run.check_task import trace_task
 from train.run.method import Method, build_method
 from train.run.nonfinite import build_local
 from train.run.optimizers import build_optimizer
-from train.run.place import Alone, Given, build_place
+from train.run.run_place import Alone, Given, build_place
 from train.run.straggler import check_processes
 from train.tasks.task import Task, build_task
 

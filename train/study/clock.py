@@ -11,7 +11,9 @@ from decentjax import Rounds, gossip, runtime
 from decentjax.topology import butterfly_groups
 from decentjax.units import rate, seconds
 from train.config import (
+    ApartExchange,
     BackgroundExchange,
+    Config,
     GroupExchange,
     PeerExchange,
     QuorumExchange,
@@ -66,6 +68,10 @@ class Clock:
     def runs(self) -> bool:
         """Whether there is a clock at all."""
         return self.compute is not None or self.trace is not None
+
+    def is_needed(self, config: Config) -> bool:
+        """Whether what a config trains depends on the clock."""
+        return isinstance(config.exchange, ApartExchange)
 
     def facts(self) -> dict[str, object]:
         """Returns the fields, as JSON has them; of a trace the times themselves."""

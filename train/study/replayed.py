@@ -114,7 +114,7 @@ def train_simulated(
     run: Run, seeds: range, report: Report, clock: Clock, at_once: int | None = None
 ) -> SeedsOutcome:
     """Trains with each seed: all of them together, or peers one after the other."""
-    if run.config.is_apart:
+    if clock.is_needed(run.config):
         return train_by_clock(run, seeds, report, clock)
     return train_seeds(run, seeds, report, at_once)
 

@@ -33,7 +33,7 @@ from train.dbench.dbench_report import _connections, table
 from train.dbench.grid import POLICIES, Cell, Graphs
 from train.fields import place_of
 from train.figures.dbench_figure import draw_points
-from train.run.place import Given
+from train.run.run_place import Given
 from train.run.setup import make_run
 from train.study.seeds import train_seeds
 from train.study.tune import Grid, half

@@ -31,8 +31,8 @@ from train.run.array_placement import (
 )
 from train.run.loop import train
 from train.run.observe import local_mean, local_rows
-from train.run.place import build_place
 from train.run.resume import Resume
+from train.run.run_place import build_place
 from train.run.setup import set_up
 from train.store.checkpoints import find_checkpoints, restore
 from train.store.log import read_metrics

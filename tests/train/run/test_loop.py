@@ -40,8 +40,8 @@ from train.models.gpt import GPTConfig
 from train.run.build import build_train_step, step_options
 from train.run.loop import train
 from train.run.optimizers import build_schedule, optimizer_with
-from train.run.place import Given
 from train.run.resume import Resume
+from train.run.run_place import Given
 from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.tasks.stdlib import StdlibTask, count_model

@@ -57,7 +57,7 @@ from train.report import write_report
 from train.run import peer_run
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
-from train.run.place import build_place
+from train.run.run_place import build_place
 from train.run.scores import read_trained
 from train.run.setup import make_run
 from train.store.checkpoints import find_checkpoints, read_models
@@ -690,7 +690,7 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
 @pytest.mark.slow
 def test_the_devices_given_to_a_process_are_those_it_uses():
     code = (
-        "import jax\nfrom train.run.place import build_place\n"
+        "import jax\nfrom train.run.run_place import build_place\n"
         "from tests.line import as_process\n"
         "with build_place(as_process(0, 2)).start():\n"
         "  print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"

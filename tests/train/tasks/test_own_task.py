@@ -42,9 +42,9 @@ from train.report import write_report
 from train.run.check_task import COLUMNS, check_batch, trace_task
 from train.run.loop import train
 from train.run.optimizers import optimizer_with
-from train.run.place import build_place
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.run_info import read_facts, resume_line
+from train.run.run_place import build_place
 from train.run.scores import read_trained
 from train.run.setup import make_run
 from train.store.checkpoints import find_checkpoints

@@ -146,7 +146,7 @@ class Given(Alone):
         return self._given
 
 
-class Job(Alone):
+class InJob(Alone):
     """One of several processes that are a job of jax.distributed."""
 
     @functools.cached_property
@@ -263,4 +263,4 @@ def build_place(config: Config, run_dir: Path = Path()) -> Alone:
     """Returns the place of a run in this process, before a device is used."""
     if config.is_apart:
         return Apart(config, run_dir)
-    return (Job if config.distributed.enabled else Alone)(config, run_dir)
+    return (InJob if config.distributed.enabled else Alone)(config, run_dir)
