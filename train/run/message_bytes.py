@@ -1,4 +1,4 @@
-"""The rounds of a config."""
+"""The sizes of messages."""
 
 import dataclasses
 from typing import Any
@@ -9,30 +9,16 @@ import numpy as np
 from decentjax import Rounds, WorkerState
 from decentjax.codec import as_permutations, num_bytes, of_leaf
 from decentjax.rounds import Fragment, Schedule, leaves_of
-from train.cli.tables import counted
-from train.config import Config
-from train.store.log import warn
 
 
-def warn_of_few(config: Config, rounds: Rounds | None) -> None:
-    """Warns if the steps from one round to the next are more than those of the run."""
-    if rounds is not None and rounds.every > config.num_steps:
-        count = rounds.schedule.count(config.num_steps)
-        name = "every" if callable(config.method) else "method.every_steps"
-        warn(
-            f"{name} = {rounds.every} is more than num_steps = "
-            f"{config.num_steps}: the run has {counted(count, 'round')}"
-        )
-
-
-def step_bytes(config: Config, model: Any) -> int:
+def step_bytes(message_dtype: str | None, model: Any) -> int:
     """Returns the size of what an exchange in each step sends, in bytes.
 
     Args:
-      config: config of the run.
+      message_dtype: dtype in which models are sent; None for their own.
       model: model as shapes.
     """
-    narrow = config.step.message_dtype and np.dtype(config.step.message_dtype).itemsize
+    narrow = message_dtype and np.dtype(message_dtype).itemsize
     return sum(
         x.size * min(x.dtype.itemsize, narrow or x.dtype.itemsize)
         for x in jax.tree.leaves(model)

@@ -29,8 +29,6 @@ from decentjax.rounds import Schedule
 from decentjax.topology import Topology
 from decentjax.updates import LocalUpdate
 from train.config import (
-    AutoExchange,
-    BackgroundExchange,
     Config,
     EveryStepMethod,
     StepConfig,
@@ -41,6 +39,10 @@ from train.run.policy_choice import first_graph
 from train.tasks.task import Task, longest_dim
 
 InThread = gossip.AllReduce | gossip.Background
+Average = Callable[..., Any]
+"""The averaging of one worker's leaves, as `bind_mix` returns it."""
+Size = Callable[[Any], float]
+"""The size of a message in bytes, of a model as shapes."""
 
 
 class Sent(NamedTuple):
@@ -111,15 +113,6 @@ class Method:
         """Whether a second thread can hide its messages."""
         return self.is_early and self.policy is None
 
-    def is_in_thread(self, config: Config, mesh: Mesh | None) -> bool:
-        """Whether the exchange runs in a second thread."""
-        if not isinstance(config.exchange, AutoExchange):
-            return isinstance(config.exchange, BackgroundExchange)
-        # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
-        # simulated workers send nothing. A message of the updated model hides nowhere.
-        on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-        return mesh is not None and on_cpus and self.hides_beside
-
 
 def build_method(config: Config, task: Task | None = None) -> Method:
     """Returns the method of a config.
@@ -135,18 +128,20 @@ def build_method(config: Config, task: Task | None = None) -> Method:
     own = config.method
     plan = config.plan_of(_sizes(config, task))
     warn_of_plan(plan)
+    size = functools.partial(step_bytes, config.step.message_dtype)
+    average = bind_mix(config.step, longest_dim if task is None else task.shard)
     if isinstance(plan, GradientMean):
-        method = _all_reduce(config, plan)
+        method = _all_reduce(plan, size)
     elif isinstance(plan, Rounds) and not isinstance(own, EveryStepMethod):
-        method = _in_rounds(config, task, plan)
+        method = _in_rounds(plan, average)
     else:
-        method = _every_step(config, task, plan)
+        method = _every_step(plan, average, size)
     name = getattr(own, "name", getattr(own, "__name__", ""))
     return dataclasses.replace(method, name=name)
 
 
 def _every_step(
-    config: Config, task: Task | None, plan: Topology | Policy | Rounds
+    plan: Topology | Policy | Rounds, average: Average, size: Size
 ) -> Method:
     is_early, graph = not isinstance(plan, Rounds), topology_of(plan)
 
@@ -159,24 +154,20 @@ def _every_step(
         "",
         plan,
         graph,
-        _mix_of(config, task),
+        average,
         is_early,
         functools.partial(_in_thread, plan),
-        _whole(config),
-        functools.partial(step_bytes, config),
+        _whole(size),
+        size,
         times,
     )
-
-
-def _mix_of(config: Config, task: Task | None) -> Callable[..., Any]:
-    return bind_mix(config.step, longest_dim if task is None else task.shard)
 
 
 def _in_thread(plan: Plan, local: LocalUpdate, mesh: Mesh, **options: Any) -> InThread:
     return gossip.Background(local, plan, mesh, **options)
 
 
-def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
+def _in_rounds(rounds: Rounds, average: Average) -> Method:
 
     def sent(taken: Event, model: Any) -> Sent | None:
         one = taken.sends
@@ -189,12 +180,11 @@ def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
         del in_thread  # Their delay says what is hidden.
         return runtime.rounds(cluster, job, sent_schedule(rounds), *rest)
 
-    average = _mix_of(config, task) if rounds.compression is None else None
     return Method(
         "",
         rounds,
         topology_of(rounds),
-        average,
+        average if rounds.compression is None else None,
         rounds.delay > 0,
         functools.partial(_in_thread, rounds),
         sent,
@@ -204,7 +194,7 @@ def _in_rounds(config: Config, task: Task | None, rounds: Rounds) -> Method:
     )
 
 
-def _all_reduce(config: Config, plan: GradientMean) -> Method:
+def _all_reduce(plan: GradientMean, size: Size) -> Method:
 
     def beside(
         local: LocalUpdate, mesh: Mesh, *, record: gossip.Record | None, **options: Any
@@ -223,20 +213,20 @@ def _all_reduce(config: Config, plan: GradientMean) -> Method:
         None,
         False,
         beside,
-        _whole(config),
-        functools.partial(step_bytes, config),
+        _whole(size),
+        size,
         times,
         sends_gradients=True,
     )
 
 
-def _whole(config: Config) -> Callable[[Event, Any], Sent]:
+def _whole(size: Size) -> Callable[[Event, Any], Sent]:
     """What is sent where each exchange is of the whole model, or its gradient."""
 
     def sent(taken: Event, model: Any) -> Sent:
         assert taken.sends is not None
         assert taken.sends.exchange is not None
-        return Sent(taken.sends.exchange, step_bytes(config, model))
+        return Sent(taken.sends.exchange, size(model))
 
     return sent
 

@@ -9,7 +9,7 @@ import grain
 import jax
 
 from train.cli.config_json import to_json
-from train.cli.tables import write_json
+from train.cli.tables import counted, write_json
 from train.data.batches import Batch, Feed, feed
 from train.data.shard_feed import ShardFeed
 from train.job.distributed import MetricMeans, gather
@@ -17,7 +17,6 @@ from train.job.provenance import keep_code, provenance_of
 from train.plain_files import write_whole
 from train.run.build import LoopStep, build_steps, build_train_step, step_options
 from train.run.check_task import check_batch
-from train.run.message_bytes import warn_of_few
 from train.run.nonfinite import Check, build_check
 from train.run.observe import Observer
 from train.run.peer_run import Joiner, build_peers, has_begun, keeper, write_shared
@@ -209,7 +208,7 @@ def _open_log(
     kept = config.num_steps if is_late or run.place.elastic else begin.step
     facts, sinks = _write_facts(run, describe(run, begin.state), sinks, kept)
     renew = functools.partial(_renew, run, facts, hold)
-    warn_of_few(config, run.method.rounds)
+    _warn_of_few_rounds(run)
     write = stack.enter_context(open_sinks(sinks, config, folder, begin.step))
     others = task.headline.name, kept, task.units, write, renew
     log = Log(folder, config.num_steps, begin.step, *others)
@@ -217,6 +216,17 @@ def _open_log(
     if begin.facts and begin.step < config.num_steps:
         log.note(begin.step, **begin.facts)
     return log, renew
+
+
+def _warn_of_few_rounds(run: Run) -> None:
+    """Warns if the steps from one round to the next are more than those of the run."""
+    rounds, num_steps = run.method.rounds, run.config.num_steps
+    if rounds is not None and rounds.every > num_steps:
+        name = "every" if callable(run.config.method) else "method.every_steps"
+        warn(
+            f"{name} = {rounds.every} is more than num_steps = {num_steps}: the run "
+            f"has {counted(rounds.schedule.count(num_steps), 'round')}"
+        )
 
 
 def _say_start(run: Run, begin: Begin, log: Log | None) -> None:
