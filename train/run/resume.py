@@ -295,7 +295,7 @@ def _edited(config: Config, path: Path, step: int, changed: list[str]) -> list[s
     found = provenance_changes(saved_provenance(path), provenance_of(config))
     if any(phrase.startswith(OF_GRAPH) for phrase in changed):
         found = [phrase for phrase in found if phrase != OTHER_GRAPH]
-    if found:
+    if found and jax.process_index() == 0:
         warn(f"since step {step} was saved: {', '.join(found)}")
     return found
 
