@@ -81,7 +81,7 @@ def test_each_method_searches_its_fields_from_its_config():
     def loss(values) -> float:
         asked.append(tuple(values.values()))
         changed = with_values(DILOCO.path(quality.configs), values, 1.0)
-        outer = changed.rounds
+        outer = changed.method
         found = abs(np.log(changed.optimizer.learning_rate / 5e-3))
         return found + abs(outer.learning_rate - 1) + abs(outer.momentum - 0.5)
 

@@ -40,8 +40,10 @@ from tests import line
 from tests.hlo import collective_names
 from train.cli.sections import kind_of
 from train.config import (
+    AtcMethod,
     AwcMethod,
     HoldingPolicy,
+    MergedPolicy,
     OptimizerConfig,
     WorkersConfig,
 )
@@ -349,8 +351,7 @@ def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
 def test_a_policy_takes_the_same_graphs_alone_and_as_seeds(name, options, tmp_path):
     config = policies(name, **options)
     if name == "merged":  # In awc an update would follow the mean.
-        step = dataclasses.replace(config.step, algorithm="atc")
-        config = dataclasses.replace(config, step=step)
+        config = dataclasses.replace(config, method=AtcMethod(policy=MergedPolicy()))
     train(config, tmp_path / "alone")
     alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
     together = train_seeds(make_run(config), range(2), lambda *_: None)
@@ -398,15 +399,11 @@ def test_configs_of_policies_that_make_no_sense_are_refused(name, options, words
         kind_of("policy", name)(**options)
 
 
-@pytest.mark.parametrize("change", ["all_reduce", "background", "peers"])
+@pytest.mark.parametrize("change", ["background", "peers"])
 def test_a_policy_needs_an_exchange_in_the_step(change):
-    config, changes = policies("thinning"), {}
-    if change == "all_reduce":
-        changes["step"] = dataclasses.replace(config.step, algorithm="all_reduce")
-    else:
-        changes["exchange"] = kind_of("exchange", change)()
-    with pytest.raises(ValueError, match=r"the policy thinning .* got \w+ with \w+"):
-        dataclasses.replace(config, **changes)
+    exchange = kind_of("exchange", change)()
+    with pytest.raises(ValueError, match=r"a policy chooses .* auto or in_step, got"):
+        dataclasses.replace(policies("thinning"), exchange=exchange)
 
 
 def test_ada_has_its_last_graph_whatever_is_rounded():

@@ -397,7 +397,7 @@ def test_rounds_have_a_clock():
     # A leaf of one number sends a byte, and a scale of four.
     assert coded == pytest.approx(fourth * 5 / 4, rel=1e-3)
     with pytest.raises(ValueError, match="rounds by peers that wait for no quorum"):
-        Clock(compute="1us").run(changed(config, exchange=PeerExchange()), 0)
+        Clock(compute="1us").run(make_run(changed(config, exchange=PeerExchange())), 0)
 
 
 def test_fields_are_options_of_a_comparison():

@@ -433,8 +433,11 @@ def test_a_rate_is_read_in_its_unit(rate, bits):
         ("--nodes 2 --", "usage: decentjax emulate --nodes N"),
         ("--nodes 0 -- true", "nodes must be between 1 and 254, got 0"),
         ("--nodes 255 -- true", "nodes must be between 1 and 254, got 255"),
-        ("--nodes 2 --workers-per-node 0 -- true", "workers_per_node must be at least"),
-        ("--nodes 2 --threads-per-worker 0 -- true", "threads_per_worker must be at"),
+        (
+            "--nodes 2 --workers-per-node 0 -- true",
+            "--workers-per-node must be at least",
+        ),
+        ("--nodes 2 --threads-per-worker 0 -- true", "--threads-per-worker must be at"),
         ("--nodes 2 --cores 0 -- true", "cores must be from 0.01 to 64, got 0.0"),
         ("--nodes 2 --rate 200 -- true", "rate must be like 200mbit"),
         ("--nodes 2 --rate 200MB -- true", "rate must be like 200mbit"),

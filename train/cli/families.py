@@ -6,7 +6,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "configs"
 # A variable and the name of its config: they are the same, but for a family's `config`.
-CONFIG = re.compile(r'^(\w+) = [\w.]+\([^"]*?\bname="(\w+)"', re.MULTILINE)
+# Between them no other variable, whose line would begin with a letter.
+CONFIG = re.compile(r'^(\w+) = [\w.]+\((?:(?!^\w)[^"])*?\bname="(\w+)"', re.MULTILINE)
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -23,6 +23,8 @@ from train.advise.rank import Prediction, advise, fitting
 from train.advise.rounds_advice import CODECS, EVERY
 from train.cli.sections import kind_of
 from train.config import AllReduceMethod, TopologyConfig, WorkersConfig
+from train.run.run_place import Given
+from train.run.setup import make_run
 
 TINY_FILE = Path(tiny.__file__)
 FREE = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
@@ -94,7 +96,7 @@ class FakeNetwork:
         monkeypatch.setattr(measure, "compiled_mix", self.compiled_mix)
         monkeypatch.setattr(measure, "build_lone_step", self.build_lone_step)
 
-    def build_lone_step(self, config, task, optimizer, mesh):
+    def build_lone_step(self, run, mesh):
         """Steps of 1, 2, 3, ... seconds, that take longer the first time."""
         calls = iter(range(100))
 
@@ -182,17 +184,17 @@ def test_the_slowest_process_says_how_long_an_exchange_takes(monkeypatch):
     assert measure._seconds(network.taking(lambda _: 2.0), None) == 10.0
 
 
-@pytest.mark.slow
 def measured(config, mesh):
-    return measure.MeasuredRun(config, config.task.build(), mesh)
+    return make_run(config, Given(config, mesh)), mesh
 
 
+@pytest.mark.slow
 def test_compute_times_are_those_of_each_process(monkeypatch):
     """Of two processes, of which the other has workers 0 to 3 and is slower."""
     network = FakeNetwork(FREE, 1.0)
     network.install(monkeypatch)
     config, mesh = on_mesh(6, 1), worker_mesh(6)
-    monkeypatch.setattr(measure, "local_workers", lambda mesh: [4, 5])
+    monkeypatch.setattr(Given, "workers", [4, 5])
     monkeypatch.setattr(measure, "worker_mesh", lambda count, *_: worker_mesh(count))
 
     def gather(_, value):
@@ -200,14 +202,14 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
         return [value, other] if isinstance(value, list) else [value, value]
 
     monkeypatch.setattr(measure, "gather", gather)
-    trace = measure._compute_times(measured(config, mesh), 3)
+    trace = measure._compute_times(*measured(config, mesh), 3)
     assert trace.tolist() == [4 * [7 + t] + 2 * [1 + t] for t in range(3)]
 
 
 @pytest.mark.slow
 def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
     config = on_mesh(4, 1)
-    network = measure._Exchanges(measured(config, worker_mesh(4)))
+    network = measure._Exchanges(*measured(config, worker_mesh(4)))
     seen = []
     monkeypatch.setattr(measure, "_seconds", lambda *given: seen.append(given))
     network.all_reduce()
@@ -223,7 +225,7 @@ def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
 def test_narrow_messages_are_half_as_large():
     config = on_mesh(2, 1)
     narrow = changed(config, step=dict(message_dtype="bfloat16"))
-    network = measure._Exchanges(measured(narrow, worker_mesh(2)))
+    network = measure._Exchanges(*measured(narrow, worker_mesh(2)))
     assert network.model_bytes == sent_bytes() / 2
     assert network.message_dtype == "bfloat16"
 
@@ -243,7 +245,7 @@ def test_an_exchange_overlaps_as_in_training(platform, where, overlap, monkeypat
     exchange = kind_of("exchange", where)()
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     config = changed(config, exchange=exchange)
-    assert measure._overlap(measured(config, worker_mesh(2))) == overlap
+    assert measure._overlap(measured(config, worker_mesh(2))[0]) == overlap
 
 
 def test_an_accelerator_sends_parts_of_the_gradient_early(monkeypatch):

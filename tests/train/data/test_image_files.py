@@ -273,7 +273,7 @@ NO_TEXT = "the column 'n' must be of text, got Value"
 )
 def test_data_that_does_not_fit_is_refused(make, words, tmp_path, monkeypatch):
     task = make(tmp_path)
-    monkeypatch.setattr(setup, "build_state", None)
+    monkeypatch.setattr(setup.Run, "first_state", None)
     with pytest.raises((ValueError, OSError), match=words):
         train(of(task), tmp_path / "run")
 

@@ -212,9 +212,9 @@ def test_vectors_stay_whole():
 def test_advice_is_measured_with_slices(monkeypatch):
     build, meshes = measuring.build_lone_step, []
 
-    def built(config, task, optimizer, mesh):
+    def built(run, mesh):
         meshes.append(dict(mesh.shape))
-        return build(config, task, optimizer, mesh)
+        return build(run, mesh)
 
     monkeypatch.setattr(measuring, "build_lone_step", built)
     setting = measuring.measure(config_of(2), num_steps=2)

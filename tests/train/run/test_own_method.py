@@ -238,7 +238,7 @@ def test_what_a_method_sends_is_what_travels(own):
         ("--method own.py:choco_momentum --exchange peers", "exchange.patience to Non"),
         (
             "--method own.py:choco_momentum --step.not-finite quarantine",
-            "methods that keep sums add what .* set step.not_finite to stop",
+            "methods that keep sums add what .* set --step.not-finite to stop",
         ),
         (
             "--method own.py:mean --exchange peers",

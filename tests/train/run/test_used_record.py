@@ -15,7 +15,6 @@ import pytest
 
 from decentjax.gossip import MergeRecord, Taken
 from tests.checkout import ENV, ROOT
-from tests.line import as_process
 from tests.run_folders import recorded
 from train.run import peer_log as peer_watch
 from train.run import used_record
@@ -174,7 +173,7 @@ def test_a_record_that_is_removed_meanwhile_begins_again(what, short, tmp_path, 
 
 
 def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
-    watch = peer_watch.Watch(as_process(1, 2))
+    watch = peer_watch.Watch(2, {0, 1})
     begun = functools.partial(watch.opened, tmp_path, peers=cast(Any, None))
     with begun(0):
         for step in (4, 5, 6):
@@ -200,7 +199,7 @@ def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
     path.write_text("\n".join([head, f"{own}1,2,4,0.0", f"{own}3,4,4,0.0", "5,2,0,1"]))
     one = MergeRecord(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
     assert read_used(tmp_path) == [one]
-    watch = peer_watch.Watch(as_process(1, 2))
+    watch = peer_watch.Watch(2, {0, 1})
     with watch.opened(tmp_path, 5, peers=cast(Any, None)):
         watch.add(MergeRecord(5, 2, 0, ()))
     assert read_used(tmp_path) == [one, MergeRecord(5, 2, 0, ())]

@@ -468,7 +468,9 @@ def test_a_config_comes_back_from_its_json(task):
         task=task,
         topology=TopologyConfig(name="ring"),
         step=StepConfig(xla_options=("xla_a=b", "xla_c=d")),
-        optimizer=OptimizerConfig(clip_norm=None, decay="steps", decay_steps=(60, 80)),
+        optimizer=OptimizerConfig(
+            clip_norm=None, warmup_steps=9, decay="steps", decay_steps=(60, 80)
+        ),
     )
     assert from_fields(json.loads(to_json(config))) == config
 
