@@ -435,7 +435,7 @@ def test_a_rate_is_read_in_its_unit(rate, bits):
         ("--nodes 255 -- true", "nodes must be between 1 and 254, got 255"),
         (
             "--nodes 2 --workers-per-node 0 -- true",
-            "--workers-per-node must be at least",
+            "--workers-per-node must be at",
         ),
         ("--nodes 2 --threads-per-worker 0 -- true", "--threads-per-worker must be at"),
         ("--nodes 2 --cores 0 -- true", "cores must be from 0.01 to 64, got 0.0"),
