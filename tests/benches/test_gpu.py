@@ -283,13 +283,16 @@ def test_limits_count_what_must_be_moved():
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     model_bytes = sum(4 * x.size for x in jax.tree.leaves(params))
     assert config.optimizer.accum_steps == 3
-    _, must_move, as_compiled = update_step(config, task)
+    accum = accum_adamw(1e-4, accum_steps=3)
+    run = make_run(config, task=task, optimizer=accum)
+    _, must_move, as_compiled = update_step(run)
     assert must_move == pytest.approx((7 + 2 / 3) * model_bytes)
     assert as_compiled > must_move
     copy, num_bytes = copy_step(task)
     assert num_bytes == 2 * copy.step().nbytes == 8 * model_bytes
 
 
+@pytest.mark.slow
 def test_the_pieces_are_measured_on_any_device(capsys):
     pieces.main("80000")
     found = capsys.readouterr().out

@@ -66,6 +66,7 @@ def test_the_table_of_the_input_has_rates_and_their_ratio():
     assert "| x | 1e+04 | 2000 | 5.0 | 91.2% | 6 | 3 x 2 |" in text
 
 
+@pytest.mark.slow
 def test_the_input_is_measured_and_written_down(tmp_path, capsys):
     bench = DataBench(configs=(TINY_FILE,), steps=2, out=tmp_path)
     assert data.main(bench) == 0

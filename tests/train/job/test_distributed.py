@@ -119,6 +119,7 @@ def scores_of(row: dict) -> list[dict[str, float]]:
     return [row["mean_model"], *row["workers"]]
 
 
+@pytest.mark.slow
 def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs):
     """In every worker's state; two programs round in two ways."""
     found, wanted = last(runs("awc", 2)), last(runs("in_step", 2))

@@ -153,6 +153,7 @@ def test_a_method_has_the_same_numbers_on_a_mesh_and_in_the_thread(own, where):
     assert_close(params_of(found, where), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_methods_are_compared_and_cells_of_a_grid(own, capsys):
     names = "choco_momentum", "ring"
     places = tuple(f"own.py:{name}" for name in names)

@@ -157,6 +157,7 @@ def test_a_search_starts_near_the_config(values, own, start):
     assert nearest(values, own) == start
 
 
+@pytest.mark.slow
 def test_a_search_checks_each_value_at_its_start_and_not_all_choices():
     """Of 7^9 choices a check of all would not end."""
     fields = ("learning-rate", "final-learning-rate", "b1", "b2", "eps", "clip-norm")
