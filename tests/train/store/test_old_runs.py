@@ -45,6 +45,7 @@ def own_file(runs, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("name", ALONE)
 def test_they_continue_as_they_would_have(name, runs):
     """Again from step 4 to 6, to the models that their own version came to."""
