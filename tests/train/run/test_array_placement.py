@@ -109,6 +109,7 @@ def test_other_methods_train_slices_too(algorithm, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("options", "said", "count", "folders"),
     [

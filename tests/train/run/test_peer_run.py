@@ -226,6 +226,7 @@ ENDLESS = ["--num-steps", "1000000"]
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_killed_process_comes_back_and_no_other_waits(devices, tmp_path):
     """By the command that the launcher prints. Process 0: it is like the others."""
