@@ -344,7 +344,7 @@ def plot(
       num_steps: number of exchanges; by default three of the longest periods, and at
         least 20.
       ax: axes of matplotlib to draw on, which keep what they have; by default new ones.
-      labels: names of the curves, by default those of the topologies.
+      labels: names of the curves, by default the topologies' names.
 
     Raises:
       ModuleNotFoundError: without matplotlib, which is no requirement of this package.
@@ -399,7 +399,7 @@ def _random_models(topology: Topology, size: int) -> np.ndarray:
 
 
 def _listed(topologies: Topologies) -> list[Topology]:
-    """All topologies; those of a policy in its place, by its name and their own."""
+    """All topologies; a policy is replaced by its graphs, with both names."""
     if isinstance(topologies, Topology | Policy):
         topologies = [topologies]
     if not isinstance(topologies, Iterable):

@@ -148,7 +148,7 @@ class MergedPolicy:
     name: ClassVar[str] = "merged"
 
     def build(self, parts: PlanParts) -> Policy:
-        """Returns the policy of a parts."""
+        """Returns the policy, whose last exchange is a mean of all models."""
         graph = parts.graph
         return policies.merged(graph, parts.num_steps)
 

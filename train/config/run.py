@@ -209,7 +209,7 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
     return [
         Need(
             rounds is None,
-            "all_reduce sends gradients, and waits for those of all workers",
+            "all_reduce sends gradients, and waits for all workers",
             {"step.message_dtype": (None,), "exchange": IN_JOB},
         ),
         Need(
@@ -290,7 +290,7 @@ def _needs_of_exchange(config: Config, plan: Plan) -> list[Need]:
         ),
         Need(
             isinstance(exchange, GroupExchange),
-            "groups are those of WAGMA-SGD",
+            "the groups are WAGMA-SGD's",
             {
                 "method": ("awc", "atc"),
                 "topology.make": (None,),

@@ -74,9 +74,10 @@ class Run:
 
     def with_seed(self, seed: int) -> "Run":
         """The same run with another seed."""
-        return dataclasses.replace(
-            self, config=dataclasses.replace(self.config, seed=seed)
-        )
+        config = dataclasses.replace(self.config, seed=seed)
+        # A policy that measures keeps its graph, so each seed has a policy of its own.
+        method = build_method(config, self.task)
+        return dataclasses.replace(self, config=config, method=method)
 
     def put(self, tree: Any) -> Any:
         """Places state of the workers of this process on their devices."""

@@ -81,9 +81,10 @@ def draws_of(config: Config, seeds: range) -> Hashable:
 
 
 def _train_together(run: Run, seeds: range, report: Report) -> SeedsOutcome:
+    runs, workers = [run.with_seed(seed) for seed in seeds], run.place.workers
+    run = runs[0]
     config, task, method, mesh = run.config, run.task, run.method, run.mesh
     train_step, policy = programs.build_step(run), method.policy
-    runs, workers = [run.with_seed(seed) for seed in seeds], run.place.workers
     states = [one.first_state(workers) for one in runs]
     state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
     batches = [feed(build_steps(one, workers)) for one in runs]

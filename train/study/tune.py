@@ -269,7 +269,7 @@ def choose(
         reasons = (f"{grid.name(choice)}: {why}" for choice, why in failed.items())
         raise FloatingPointError(f"no choice trains: {'; '.join(reasons)}")
     best = min(losses, key=losses.__getitem__)
-    # Those of a half of the data are not those of all.
+    # Results on half of the data are not results on all.
     at_best = Candidate(grid.set(config, best), half(task, 1), f"{name}-best")
     return Best(at_best, best, tried, by, failed, ended)
 

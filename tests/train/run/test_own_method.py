@@ -243,7 +243,7 @@ def test_what_a_method_sends_is_what_travels(own):
         ),
         (
             "--method own.py:mean --exchange peers",
-            "waits for those of all .* got peers",
+            "waits for all workers.* got peers",
         ),
         ("--method own.py:mean --step.message-dtype bfloat16", "sends gradients"),
     ],
