@@ -303,7 +303,7 @@ def test_the_configs_of_train_commands_fit_together(monkeypatch):
     monkeypatch.setattr(
         train_command, "run_here", lambda config, *_, **__: made.append(config)
     )
-    config = r"decentjax train ((?:configs/|tests/)?\w+(?:\.py)?) ?(.*)"
+    config = r"decentjax train ((?:configs/|tests/|examples/\w+/)?\w+(?:\.py)?) ?(.*)"
     for line in [part for command in COMMANDS for part in parts(command.line)]:
         found = re.search(config, line)
         # Not the reader's own, nor one that is cut short, nor help.
