@@ -21,7 +21,7 @@ from tests import rooms
 from tests.changes import changed
 from tests.trees import assert_close
 from train.__main__ import main
-from train.cli.config_json import read_config
+from train.cli.config_json import read_config, to_json
 from train.cli.load import load_config
 from train.config import InStepExchange, WorkersConfig
 from train.figures.run_figure import draw_evaluations
@@ -416,8 +416,8 @@ def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_runs_of_earlier_versions_say_where_their_task_is(finished, tmp_path):
-    fields = json.loads((finished / "config.json").read_text())
+def test_runs_of_earlier_versions_say_where_their_task_is(tmp_path):
+    fields = json.loads(to_json(rooms.config))
     fields["task"]["kind"] = "NavigateTask"
     (tmp_path / "config.json").write_text(json.dumps(fields))
     said = r"part of decentjax; .* --trust examples/navigation/navigate\.py$"
