@@ -181,7 +181,6 @@ class NavigateTask:
             baselines=parts.baselines,
             sample=parts.sample,
             generate=parts.generate,
-            prompts=("0",),
             units={"success": "share"},
             amount=Amount("episodes", lambda arrays: arrays["rows"].size),
             num_examples=lambda: len(read_episodes(self)[0]),

@@ -368,7 +368,7 @@ def test_a_run_is_scored_shown_and_drawn(finished, capsys):
     (line,) = figure.axes[2].get_lines()
     assert 0 < line.get_xdata()[0] < line.get_xdata()[1]
     capsys.readouterr()
-    generate(finished, trust=TRUST)
+    generate(finished, ("0",), trust=TRUST)
     shown = capsys.readouterr().out
     assert re.match(r"(reached|missed) after \d+ actions, SPL [01]\.\d\d\n# # #", shown)
     assert "G" in shown

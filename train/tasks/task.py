@@ -111,7 +111,6 @@ class Task(NamedTuple):
       baselines: returns the main score of simpler models, by name.
       generate: maps (params, model_state, lines, sampling) to the model's output for
         each line, in the pieces in which it is made.
-      prompts: the lines that it takes by default; none for those of the standard input.
       judge: maps (params, model_state) to scores of the model's output.
       labels: returns the class of each training example; `steps` then takes `parts`,
         the numbers of the examples of each worker.
@@ -135,7 +134,6 @@ class Task(NamedTuple):
     generate: (
         Callable[[Any, Any, Sequence[str], Sampling], Iterable[Iterable[str]]] | None
     ) = None
-    prompts: Sequence[str] = ()
     judge: Callable[[Any, Any], dict[str, float]] | None = None
     labels: Callable[[], np.ndarray] | None = None
     units: Mapping[str, str] = MappingProxyType({})
