@@ -22,9 +22,9 @@ from train.job.namespaces import INTERFACE
 from train.store.folder import process_folders
 from train.store.log import read_metrics
 from train.study.comparison import spread
-from train.tasks.navigate import NavigateTask
 from train.tasks.task import build_task
 
+NAVIGATE = "examples/navigation/navigate.py"
 CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
 COUNT = "environment_steps"
 # A config in a file, since hooks must be functions at the top of a module. In a job
@@ -72,7 +72,7 @@ class UnevenBench:
         uneven.svg.
     """
 
-    configs: tuple[Path, ...] = tuple(Path(f"navigate_uneven_{x}") for x in CONFIGS)
+    configs: tuple[Path, ...] = tuple(Path(f"{NAVIGATE}:uneven_{x}") for x in CONFIGS)
     seeds: int = 1
     start: int = 100
     cores: float = 0.2
@@ -121,10 +121,10 @@ def check(configs: Collection[Config], start: int) -> None:
     """Raises a ValueError if the runs of these configs cannot be compared."""
     first, *_ = configs
     for config in configs:
-        if not isinstance(config.task, NavigateTask):
+        if (kind := type(config.task).__name__) != "NavigateTask":
             raise ValueError(
                 f"{config.name} has no environment steps to count: its task must be a "
-                f"NavigateTask, got {type(config.task).__name__}"
+                f"NavigateTask, got {kind}"
             )
         if config.workers.num_workers != first.workers.num_workers:
             raise ValueError(

@@ -44,7 +44,7 @@ class WorkBench:
       out: folder for work.json, work.md, work.svg and trace.npy.
     """
 
-    config: Path = Path("navigate_wagma")
+    config: Path = Path("examples/navigation/navigate.py")
     change: Changes = ()
     steps: int = 400
     rounds: int = 3

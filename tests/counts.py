@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = "decentjax", "train", "benches", "tests", "configs"
+ROOMS = "decentjax", "train", "benches", "tests", "configs", "examples"
 PROGRAM = ROOMS[:3]
 LONG_FILE, LONG_FUNCTION, WIDE_SIGNATURE = 500, 60, 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef

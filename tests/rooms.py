@@ -1,5 +1,7 @@
 """Navigation of a few rooms, in seconds: `decentjax train tests/rooms.py`."""
 
+from tests.checkout import ROOT
+from train.cli.load import load_file
 from train.config import (
     CheckpointConfig,
     Config,
@@ -9,16 +11,14 @@ from train.config import (
     StepConfig,
     WorkersConfig,
 )
-from train.models.navigator import NavigatorConfig
-from train.tasks.navigate import NavigateTask
-from train.tasks.ppo import PPOConfig
 
+navigate = load_file(ROOT / "examples" / "navigation" / "navigate.py", "config file")
 config = Config(
     name="rooms",
     num_steps=10,
-    task=NavigateTask(
-        model=NavigatorConfig(channels=2, width=8),
-        ppo=PPOConfig(epochs=2),
+    task=navigate.NavigateTask(
+        model=navigate.NavigatorConfig(channels=2, width=8),
+        ppo=navigate.PPOConfig(epochs=2),
         environments=4,
         horizon=32,
         sizes=(7, 9),

@@ -284,8 +284,6 @@ def _show_results(outcome: Outcome) -> bool:
         sample = task.sample(*outcome.mean)
         print(f"\nsample of the mean model\n{textwrap.indent(sample, '  ')}")
         add_results(folder, sample=sample)
-    if task.paths is not None:
-        add_results(folder, paths=task.paths(*outcome.mean))
     return True
 
 

@@ -2,8 +2,7 @@
 
 A translation model translates each text, a language model continues it and prints
 tokens as they are generated, until it ends the text. Without a text, each line of the
-standard input, UTF-8, is one. A policy plays the episodes with the given numbers, by
-default the first.
+standard input, UTF-8, is one. A task of one's own may take other lines.
 """
 
 import io
@@ -35,14 +34,14 @@ def generate(
     sampling: SamplingArgument = AS_CONFIGURED,
     trust: Trust = (),
 ) -> None:
-    """Prints the translation or continuation of each text, or the episode of a number.
+    """Prints the translation or continuation of each text.
 
     Example: `decentjax generate runs/ring "import " "def main("`.
 
     Args:
       run: folder of the run.
       texts: texts to translate or continue, by default the lines of the standard
-        input; or numbers of held-out episodes.
+        input.
       worker: number of the worker whose model is used; by default the mean model.
       step: step of the checkpoint; by default the newest.
       sampling: how a language model's tokens are chosen.
@@ -53,12 +52,11 @@ def generate(
     trained = read_trained(run, step, trust)
     if trained.task.generate is None:
         raise ValueError(f"the models of {run} generate no text")
-    given = texts or tuple(trained.task.prompts)
-    if not given and sys.stdin.isatty():
+    if not texts and sys.stdin.isatty():
         print("reads texts, a line each, up to Ctrl-D", file=sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):  # Whatever the locale, as in files.
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
-    lines = given or tuple(line.rstrip("\n") for line in sys.stdin)
+    lines = texts or tuple(line.rstrip("\n") for line in sys.stdin)
     if not lines:
         raise ValueError('give a text, as in: decentjax generate RUN "def main("')
     _check_texts(lines)

@@ -3,7 +3,6 @@
 `decentjax report RUN [RUN ...] [--out FILE] [--figures FOLDER]`
 """
 
-import base64
 import html
 import itertools
 import json
@@ -24,7 +23,6 @@ from train.cli.read import from_options
 from train.cli.tables import measured, quantity, words
 from train.figures.members_figure import draw_members, lives
 from train.figures.page import Section, html_table, write_page
-from train.figures.paths_figure import animate_paths, draw_paths
 from train.figures.run_figure import (
     draw_consensus,
     draw_evaluations,
@@ -33,7 +31,6 @@ from train.figures.run_figure import (
     draw_throughput,
 )
 from train.figures.timeline_figure import draw_timelines
-from train.plain_files import write_whole
 from train.run.history import History, read_history
 from train.store.folder import check_links
 from train.store.log import PER_SECOND
@@ -74,7 +71,6 @@ def write_report(
         *_events_sections(runs),
         *_timeline_sections(runs),
         *(_topology_section(run, trust) for run in runs if _has_graph(run)),
-        *_paths_sections(runs, figures_dir),
         *_sample_sections(runs),
         Section("Setup", None, _setup(runs)),
         _configs_section(runs),
@@ -298,23 +294,6 @@ def _sample_sections(runs: list[History]) -> list[Section]:
         for name, sample in samples.items()
         if sample is not None
     ]
-
-
-def _paths_sections(runs: list[History], figures_dir: Path | None) -> list[Section]:
-    """Episodes of the mean models, where they move on maps."""
-    sections = []
-    for run in runs:
-        records = run.facts.get("results", {}).get("paths")
-        if not records:
-            continue
-        animation = animate_paths(records)
-        if figures_dir is not None:
-            figures_dir.mkdir(parents=True, exist_ok=True)
-            write_whole(figures_dir / f"paths_of_{run.name}.gif", animation)
-        data = base64.b64encode(animation).decode()
-        image = f'<img alt="the same, moving" src="data:image/gif;base64,{data}">'
-        sections.append(Section(f"Paths of {run.name}", draw_paths(records), image))
-    return sections
 
 
 def _configs_section(runs: list[History]) -> Section:

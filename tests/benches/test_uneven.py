@@ -17,7 +17,8 @@ from tests.checkout import ROOT
 from train.cli.load import load_config
 from train.job import cores
 
-PEERS = load_config(Path("navigate_uneven_peers"))
+PEERS_FILE = Path("examples/navigation/navigate.py:uneven_peers")
+PEERS = load_config(PEERS_FILE)
 LINE_FILE = ROOT / "tests" / "job_line.py"
 
 
@@ -87,7 +88,7 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(uneven, "run_logged", run_logged)
     for share, count in ((0.2, 1), (0.2, 1), (0.1, 2)):
         bench = UnevenBench(cores=share, out=tmp_path)
-        whole_run(Path("navigate_uneven_peers"), PEERS, bench)
+        whole_run(PEERS_FILE, PEERS, bench)
         assert len(commands) == count
     assert "emulate --nodes 8 --" in commands[0]
     assert "--exchange.bind eth0" in commands[0]
@@ -155,9 +156,9 @@ def test_each_seed_has_runs_of_all_configs(tmp_path, monkeypatch):
         return tmp_path / f"{config.name}-{config.seed}"
 
     monkeypatch.setattr(uneven, "whole_run", whole_run)
-    paths = Path("navigate_uneven_wagma"), Path("navigate_uneven_peers")
+    paths = Path("examples/navigation/navigate.py:uneven_wagma"), PEERS_FILE
     main(UnevenBench(configs=paths, seeds=2, start=20, out=tmp_path / "out"))
-    names = [path.name for path in paths]
+    names = ["navigate_uneven_wagma", "navigate_uneven_peers"]
     assert trained == [(name, seed) for seed in (0, 1) for name in names]
     runs = json.loads((tmp_path / "out" / "uneven.json").read_text())["runs"]
     assert {name: len(found) for name, found in runs.items()} == {

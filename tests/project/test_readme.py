@@ -312,15 +312,16 @@ def test_the_configs_of_train_commands_fit_together(monkeypatch):
     monkeypatch.setattr(
         train_command, "run_here", lambda config, *_, **__: made.append(config)
     )
-    config = r"decentjax train ((?:configs/|tests/)?\w+(?:\.py)?) ?(.*)"
+    file = r"((?:configs/|tests/|examples/\w+/)?\w+(?:\.py)?)(:\w+)? ?(.*)"
     for line in [part for command in COMMANDS for part in parts(command.line)]:
-        found = re.search(config, line)
+        found = re.search(f"decentjax train {file}", line)
         # Not the reader's own, nor one that is cut short, nor help.
         if not found or ("." in found[1] and not (ROOT / found[1]).exists()):
             continue
         if any(x in line for x in ("...", "…", "NAME", "--help", "own_method.py")):
             continue
-        train_command.main([found[1], *shlex.split(found[2])])
+        config = found[1] + (found[2] or "")
+        train_command.main([config, *shlex.split(found[3])])
     assert len(made) > 20
 
 

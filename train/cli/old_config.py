@@ -1,9 +1,12 @@
 """Reads the config.json of earlier versions.
 
-The sections of 0.2 had fields of several kinds, and up to 0.3 a method was in three.
+The sections of 0.2 had fields of several kinds, up to 0.3 a method was in three, and up
+to 0.4 navigation was a task of the program.
 """
 
 from typing import Any
+
+NAVIGATION = "examples/navigation/navigate.py:NavigateTask"
 
 
 def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
@@ -14,6 +17,8 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     """
     fields = dict(fields)
     exchange, policy = fields.get("exchange"), fields.get("policy")
+    if (task := fields.get("task", {})).get("kind") == "NavigateTask":
+        fields["task"] = {**task, "kind": NAVIGATION}
     if isinstance(exchange, dict) and isinstance(exchange.get("where"), str):
         fields["exchange"] = _exchange(exchange)
         fields["rounds"] = _rounds(fields.get("rounds", {}))

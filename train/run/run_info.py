@@ -41,7 +41,6 @@ RESULTS: dict[str, Any] = {
     "baselines": dict[str, float | None],
     "test": dict[str, float | None],
     "sample": str,
-    "paths": list[dict[str, Any]],
 }
 SHOWN_VERSIONS = "decentjax", "jax", "Python"
 LONG_NAMES = {"awc": "adapt while communicating", "atc": "adapt then combine"}

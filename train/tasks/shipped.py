@@ -10,7 +10,6 @@ MODULES = {
     "StdlibTask": "stdlib",
     "DigitsTask": "digits",
     "NumbersTask": "numbers",
-    "NavigateTask": "navigate",
     "ImageNetTask": "imagenet",
     "ImageFolderTask": "image_folder",
     "HubImagesTask": "hub_images",

@@ -111,9 +111,6 @@ class Task(NamedTuple):
       baselines: returns the main score of simpler models, by name.
       generate: maps (params, model_state, lines, sampling) to the model's output for
         each line, in the pieces in which it is made.
-      prompts: the lines that it takes by default; none for those of the standard input.
-      paths: maps (params, model_state) to what the model does on some maps, as
-        `train.tasks.navigate` records an episode, for a report to draw.
       judge: maps (params, model_state) to scores of the model's output.
       labels: returns the class of each training example; `steps` then takes `parts`,
         the numbers of the examples of each worker.
@@ -137,8 +134,6 @@ class Task(NamedTuple):
     generate: (
         Callable[[Any, Any, Sequence[str], Sampling], Iterable[Iterable[str]]] | None
     ) = None
-    prompts: Sequence[str] = ()
-    paths: Callable[[Any, Any], list[dict[str, Any]]] | None = None
     judge: Callable[[Any, Any], dict[str, float]] | None = None
     labels: Callable[[], np.ndarray] | None = None
     units: Mapping[str, str] = MappingProxyType({})

@@ -32,7 +32,6 @@ from train.config import (
     WorkersConfig,
 )
 from train.models.gpt import GPTConfig
-from train.models.navigator import NavigatorConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
 from train.prepare import main as prepare_main
@@ -43,9 +42,7 @@ from train.tasks.hub_images import HubImagesTask
 from train.tasks.hub_text import HubTextTask
 from train.tasks.image_folder import ImageFolderTask
 from train.tasks.imagenet import ImageNetTask
-from train.tasks.navigate import NavigateTask
 from train.tasks.numbers import NumbersTask
-from train.tasks.ppo import PPOConfig
 from train.tasks.shipped import MODULES, shipped_task
 from train.tasks.text import TextTask
 
@@ -273,7 +270,6 @@ MADE = [
     TranslationTask(data="corpus", model=TransformerConfig()).decoding,
     DigitsTask(model=ResNetConfig()),
     NumbersTask(model=TransformerConfig()),
-    NavigateTask(),
     ImageNetTask(model=ResNetConfig(num_classes=1000)),
     ImageFolderTask(data="folder", model=ResNetConfig()),
     HubImagesTask(data="folder", model=ResNetConfig()),
@@ -282,8 +278,6 @@ MADE = [
     TransformerConfig(),
     ResNetConfig(),
     GPTConfig(),
-    NavigatorConfig(),
-    PPOConfig(),
     *(kind() for kinds in KINDS.values() for kind in kinds.values()),
 ]
 CONFIGS = [config for config in MADE if dataclasses.is_dataclass(config)]

@@ -1,9 +1,10 @@
 """Navigation: maps, paths and scores by hand; runs that resume; what they show."""
 
-import base64
+import ast
 import collections
+import dataclasses
 import functools
-import io
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,48 +15,30 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from PIL import Image
 
 from decentjax import over_workers, worker_mesh
 from tests import rooms
 from tests.changes import changed
 from tests.trees import assert_close
 from train.__main__ import main
+from train.cli.config_json import read_config, to_json
 from train.cli.load import load_config
 from train.config import InStepExchange, WorkersConfig
-from train.data.grid_maps import (
-    HEADINGS,
-    distances,
-    draw_episodes,
-    read_episodes,
-    shortest_paths,
-)
 from train.figures.run_figure import draw_evaluations
 from train.generate import generate
-from train.models.navigator import Navigator, NavigatorConfig
-from train.report import write_report
 from train.run.history import read_history
 from train.run.loop import train
 from train.run.resume import Resume
+from train.run.run_info import read_facts
 from train.run.scores import read_trained
 from train.store.checkpoints import find_checkpoints
-from train.tasks import grid_world, navigate
-from train.tasks.grid_world import (
-    NUM_ACTIONS,
-    NUM_KINDS,
-    World,
-    measure,
-    pack,
-    play,
-    shortest_path_policy,
-    spl,
-    uniform,
-    unpack,
-)
-from train.tasks.navigate import NavigateTask
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-SMALL = rooms.config.task
+navigate, SMALL = rooms.navigate, rooms.config.task
+distances, shortest_paths = navigate.distances, navigate.shortest_paths
+World, play = navigate.World, navigate.play
+shortest_path_policy, uniform = navigate.shortest_path_policy, navigate.uniform
+TRUST = [navigate.__file__]
 METHODS = ("wagma", "peers", "dadam_aer", "sgp", "local_sgd", "allreduce")
 
 
@@ -92,7 +75,7 @@ def searched(walls, goal, start):
         row, column, heading = here = queue.popleft()
         if (row, column) == tuple(goal):
             return seen[here]
-        down, right = HEADINGS[heading]
+        down, right = navigate.HEADINGS[heading]
         ways = [(row, column, (heading + turn) % 4) for turn in (1, 3)]
         if not walls[row + down, column + right]:
             ways.append((row + down, column + right, heading))
@@ -107,7 +90,7 @@ def test_shortest_paths_are_those_of_a_search_from_the_start():
     random = np.random.default_rng(1)
     walls = random.random((20, 8, 8)) < 0.3
     walls[:, [0, -1]] = walls[:, :, [0, -1]] = True
-    episodes = draw_episodes(walls, 3, random)
+    episodes = navigate.draw_episodes(walls, 3, random)
     wanted = [searched(x["walls"], x["goal"], x["start"]) for x in episodes]
     assert -1 in wanted  # Also where there is no way.
     np.testing.assert_array_equal(shortest_paths(episodes), wanted)
@@ -116,7 +99,7 @@ def test_shortest_paths_are_those_of_a_search_from_the_start():
 
 def test_spl_of_episodes_by_hand():
     """Straight there, by a detour twice as long, missed, and by a fifth more."""
-    got = spl(
+    got = navigate.spl(
         jnp.array([True, True, False, True]),
         jnp.array([4, 6, 3, 5]),
         jnp.array([4, 12, 30, 6]),
@@ -140,11 +123,11 @@ def hand_made() -> dict[str, np.ndarray]:
 def test_an_episode_is_played_and_paid_as_by_hand():
     world, episodes = World(size=5, view=5, horizon=32), hand_made()
     memory = jnp.zeros((3, 0))
-    policy = shortest_path_policy(jax.tree.map(jnp.asarray, episodes))
+    policy = shortest_path_policy(episodes)
     rollout = play(world, policy, memory, episodes, jax.random.key(0), greedy=True)
     taken = rollout.steps.played.sum(0)
     np.testing.assert_array_equal(taken, [8, 10, 2])
-    scores = measure(rollout, episodes)
+    scores = navigate.measure(rollout, episodes)
     np.testing.assert_allclose(scores["spl"], 1, rtol=1e-6)
     # Each action leads a step nearer: 0.05 - 0.01, and 1 at the end.
     np.testing.assert_allclose(scores["return"], 1 + 0.04 * taken, rtol=1e-5)
@@ -179,7 +162,6 @@ def test_an_agent_sees_what_is_before_it_and_where_the_goal_is():
 @pytest.mark.slow
 def test_what_was_played_on_a_mesh_first_is_played_off_it_too():
     """As peers are: steps on a mesh, then scores of all workers, batched."""
-    grid_world._library.cache_clear()
     world, mesh = World(size=5, view=5, horizon=8), worker_mesh(1)
     episodes, place = hand_made(), NamedSharding(mesh, PartitionSpec("workers"))
 
@@ -210,7 +192,7 @@ def test_training_maps_never_reach_evaluation():
     )
     assert len(trained) > 4
     assert not trained & layouts(held_out)
-    train_set, held_out = read_episodes((7, 9), 12, 6, 4)
+    train_set, held_out = navigate.read_episodes(changed(SMALL, num_eval_episodes=24))
     assert len(layouts(train_set)) == 12
     assert len(layouts(held_out)) == 6
     assert not layouts(train_set) & layouts(held_out)
@@ -221,10 +203,11 @@ def test_training_maps_never_reach_evaluation():
 @pytest.mark.parametrize("size", [7, 9, 13])
 def test_in_xminigrids_world_the_shortest_path_is_a_path(size):
     """Of the search's length, in each room of the library's."""
-    train_set, _ = read_episodes((size,), 6, 2, 8)
+    options = changed(SMALL, sizes=(size,), num_maps=6, num_held_out=2, per_map=8)
+    train_set, _ = navigate.read_episodes(changed(options, horizon=64))
     world = World(size=size, view=5, horizon=64)
-    episodes = {name: train_set[name] for name in train_set.dtype.names}
-    policy = shortest_path_policy(jax.tree.map(jnp.asarray, episodes))
+    episodes = navigate.columns(train_set)
+    policy = shortest_path_policy(episodes)
     memory = jnp.zeros((len(train_set), 0))
     rollout = play(world, policy, memory, episodes, jax.random.key(0), greedy=True)
     np.testing.assert_array_equal(
@@ -270,12 +253,10 @@ def test_the_policy_that_learns_is_the_one_that_played():
     params, ppo_state, batch = start_of(task)
     loss_fn = jax.jit(task.loss_fn)
     _, (ppo_state, metrics) = loss_fn(params, ppo_state, batch, jax.random.key(1))
-    rollout = unpack(ppo_state.rollout)
-    graph = nnx.graphdef(
-        Navigator(SMALL.model, NUM_KINDS, NUM_ACTIONS, rngs=nnx.Rngs(0))
-    )
+    rollout = navigate.unpack(ppo_state.rollout)
+    graph = nnx.graphdef(navigate.Navigator(SMALL.model, rngs=nnx.Rngs(0)))
     net = nnx.merge(graph, params)
-    logits, values = navigate._replay(net, rollout.observation, rollout.steps)
+    logits, values = navigate.replay(net, rollout.observation, rollout.steps)
     chosen = jax.nn.log_softmax(logits)
     chosen = np.take_along_axis(chosen, rollout.steps.action[..., None], axis=2)[..., 0]
     played = np.asarray(rollout.steps.played)
@@ -308,12 +289,12 @@ def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
     task = SMALL.build()
     params, ppo_state, batch = start_of(task)
     _, (ppo_state, _) = task.loss_fn(params, ppo_state, batch, jax.random.key(1))
-    rollout = unpack(ppo_state.rollout)
+    rollout = navigate.unpack(ppo_state.rollout)
     # All ended after 5 steps, so three of four blocks are left out.
     short = rollout.steps._replace(
         played=rollout.steps.played & (jnp.arange(32) < 5)[:, None]
     )
-    ppo_state = ppo_state._replace(rollout=pack(rollout._replace(steps=short)))
+    ppo_state = ppo_state._replace(rollout=navigate.pack(rollout._replace(steps=short)))
     *_, later = start_of(task, step=1)
 
     def gradient():
@@ -343,7 +324,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
     """At step 6, amid an iteration: the mean of two workers' episodes is no episode."""
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
-    saved = read_trained(finished, step=6)
+    saved = read_trained(finished, 6, TRUST)
     config = changed(
         rooms.config, workers=WorkersConfig(num_workers=num_workers), num_steps=7
     )
@@ -360,7 +341,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_the_config_of_each_method_trains(method, tmp_path):
-    whole = load_config(Path(f"navigate_{method}"))
+    whole = load_config(Path(f"{navigate.__file__}:{method}"))
     config = changed(
         whole,
         num_steps=3,
@@ -377,11 +358,8 @@ def test_the_config_of_each_method_trains(method, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_is_scored_shown_and_drawn(finished, capsys):
-    page = (finished / "report.html").read_text()
-    (data,) = re.findall(r"data:image/gif;base64,([^\"]+)", page)
-    animation = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert animation.n_frames > 2
-    assert animation.size == (4 * 9 * 12, 9 * 12)
+    sample = read_facts(finished)["results"]["sample"]
+    assert sample.count("G") == sample.count("SPL") == 4
     *_, last = read_history(finished).evaluations()
     training = [row for row in read_history(finished).rows if "episode_actions" in row]
     assert last["mean_model"]["environment_steps"] == training[-1]["environment_steps"]
@@ -389,32 +367,29 @@ def test_a_run_is_scored_shown_and_drawn(finished, capsys):
     assert figure.axes[2].get_xlabel() == "environment steps per worker"
     (line,) = figure.axes[2].get_lines()
     assert 0 < line.get_xdata()[0] < line.get_xdata()[1]
-    write_report([finished], finished / "again.html", finished / "figures")
-    assert (finished / "figures" / f"paths_of_{finished.name}.gif").exists()
-    assert (finished / "figures" / f"paths_of_{finished.name}.svg").exists()
     capsys.readouterr()
-    generate(finished)
+    generate(finished, ("0",), trust=TRUST)
     shown = capsys.readouterr().out
     assert re.match(r"(reached|missed) after \d+ actions, SPL [01]\.\d\d\n# # #", shown)
     assert "G" in shown
-    generate(finished, ("0",), worker=1)
+    generate(finished, ("0",), worker=1, trust=TRUST)
     with pytest.raises(ValueError, match="numbers of episodes, from 0 to 7, got '8'"):
-        generate(finished, ("8",))
+        generate(finished, ("8",), trust=TRUST)
 
 
 def refused(**options):
-    return lambda: NavigateTask(**{"sizes": (7,), "horizon": 32, **options})
+    return lambda: navigate.NavigateTask(**{"sizes": (7,), "horizon": 32, **options})
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: NavigatorConfig(view=4), "view must be odd and at least 5"),
-        (lambda: NavigatorConfig(view=3), "view must be odd and at least 5"),
-        (refused(sizes=()), "sizes must be larger than the view"),
-        (refused(sizes=(7, 5)), r"larger than the view of 5 tiles, .* got \(7, 5\)"),
+        (lambda: navigate.NavigatorConfig(view=4), "view must be odd and at least 5"),
+        (lambda: navigate.NavigatorConfig(view=3), "view must be odd and at least 5"),
+        (refused(sizes=()), "sizes must be different, larger than the view"),
+        (refused(sizes=(7, 5)), r"larger than the view of 5 tiles and .* got \(7, 5\)"),
         (refused(sizes=(7, 101)), "at most 99, got"),
-        (refused(sizes=(7, 9, 7)), r"sizes must differ, .* got \(7, 9, 7\)"),
+        (refused(sizes=(7, 9, 7)), r"sizes must be different, .* got \(7, 9, 7\)"),
         (refused(horizon=30), "horizon must be a multiple of 8, got 30"),
         (refused(environments=0), "environments must be positive, got 0"),
     ],
@@ -439,3 +414,24 @@ def test_a_run_that_cannot_be_is_refused(changes, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         train(changed(rooms.config, **changes), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_runs_of_earlier_versions_say_where_their_task_is(tmp_path):
+    fields = json.loads(to_json(rooms.config))
+    fields["task"]["kind"] = "NavigateTask"
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    said = r"part of decentjax; .* --trust examples/navigation/navigate\.py$"
+    with pytest.raises(ValueError, match=said):
+        read_config(tmp_path / "config.json")
+    task = read_config(tmp_path / "config.json", TRUST).task
+    assert dataclasses.asdict(task) == dataclasses.asdict(SMALL)
+
+
+def test_the_example_imports_only_what_the_program_offers():
+    tree = ast.parse(Path(navigate.__file__).read_text())
+    imports = {x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    assert {x for x in imports if x.startswith(("train", "decentjax"))} == {
+        *("train.config", "train.data.batches", "train.fields"),
+        *("train.models.resnet", "train.models.sizes"),
+        *("train.tasks.sampling", "train.tasks.task"),
+    }
