@@ -4,6 +4,7 @@
 its version is added to tests/train/store/test_old_runs.py.
 """
 
+import argparse
 import contextlib
 import shutil
 import subprocess
@@ -83,6 +84,7 @@ def read_by_none(one: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m tests.keep_runs", description=__doc__).parse_args()
     kept = f"runs_{__version__}"
     with tempfile.TemporaryDirectory() as folder:
         keep(Path(folder))

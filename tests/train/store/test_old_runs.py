@@ -24,6 +24,7 @@ from train.store.log import read_metrics
 PEERS = {
     "runs_0.2.0": ("peers", "groups"),
     "runs_0.3.0": ("peers", "groups", "elastic", "quorum"),
+    "runs_0.4.0": ("peers", "groups", "elastic", "quorum"),
 }
 ALONE = "awc", "graph", "atc", "all_reduce", "streaming", "tracking", "copies"
 ALONE += "policy", "job"
