@@ -21,8 +21,6 @@ from tests.tiny_numbers import config as tiny_numbers
 from train.cli.load import find_config
 from train.tasks.numbers import NumbersTask
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TINY_FILE = Path(tiny.__file__)
 QUIET = Console(quiet=True)
 

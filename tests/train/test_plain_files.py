@@ -103,7 +103,7 @@ def test_a_file_without_end_is_read_to_its_bound(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compile):
+def finished(tmp_path_factory):
     """A run with a timeline."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     train(tiny.config, folder)

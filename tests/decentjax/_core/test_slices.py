@@ -352,7 +352,6 @@ def _descended(name, model, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(14)
 @EACH_KIND
 @EACH_FORM
@@ -415,7 +414,6 @@ SHARDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
 @EACH_PLAN
@@ -429,7 +427,6 @@ def test_a_state_keeps_its_shards_on_a_mesh(plan_of, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(8)
 @EACH_KIND
 @EACH_PLAN
@@ -450,7 +447,6 @@ def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, plan_of, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
 @pytest.mark.parametrize("lies", [_placed, place])
@@ -467,7 +463,6 @@ def test_shards_may_be_said_as_well(lies, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(8)
 @EACH_KIND
 @pytest.mark.parametrize("name", ["int8", "late"])

@@ -24,8 +24,6 @@ from decentjax.topology import matrices
 from tests.jobs import read_step, spawn, wait_until
 from tests.parties import LOCAL, LONG, in_threads, loss_fn, party_of, training
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize(
     "graph",

@@ -57,7 +57,6 @@ from tests.parties import (
     start,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = 6
 
 

@@ -26,8 +26,6 @@ from train.config import (
     WorkersConfig,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def sgd(schedule):
     return optax.sgd(schedule)

@@ -15,8 +15,6 @@ from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.translation import DecodingConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FIRST, END, VOCABULARY, LENGTH = 1, 2, 3, 4
 
 

@@ -13,8 +13,6 @@ from tests.numbered import check_remat
 from tests.record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from train.models.gpt import GPT, GPTConfig, start_cache, turned
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def numpy_gpt(model: GPT, config: GPTConfig, tokens: np.ndarray) -> np.ndarray:
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads

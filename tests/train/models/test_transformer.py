@@ -17,8 +17,6 @@ from tests.record_peers import (
 )
 from train.models.transformer import Transformer, TransformerConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 WIDTH = 16
 
 

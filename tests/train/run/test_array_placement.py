@@ -40,8 +40,6 @@ from train.tasks.task import longest_dim
 
 SLICES = Path(slices.__file__)
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def state_of(config, folder):
     """The state of the newest checkpoint of a run, placed as this config places it."""

@@ -25,8 +25,6 @@ from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients
 from train.run.resume import Resume
 from train.store.log import read_metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEP = changed(line.config.step, not_finite="quarantine")
 
 

@@ -47,8 +47,6 @@ from train.store.checkpoints import find_checkpoints, read_models, restore, veri
 from train.store.folder import lock
 from train.store.log import read_metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LINE = line.config
 # The rate of its last step of 20.
 KEPT = tuple(f"optimizer.{x}-rate=0.000715" for x in ("learning", "final-learning"))

@@ -50,8 +50,6 @@ from train.store.log import read_metrics
 from train.study.seeds import _Log
 from train.targets import peak_flops
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Ten steps, without TensorBoard.
 SHORT = changed(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
 

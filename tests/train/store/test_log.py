@@ -22,8 +22,6 @@ from train.run.run_info import FACTS, add_results, read_facts
 from train.store.log import METRICS, for_sinks, read_metrics
 from train.store.timeline import read_timelines
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 WILD = [None, True, "x", "\ud800", "$x^{", -1, 2**63, 10**400, 1e308, float("inf")]
 WILD += [[], {}, [[]], [None], {"a": 1}, {"kind": "x"}, ["a"], 1.5, 0]
 GOOD = {"seconds": 1.0, "step": 1}

@@ -13,8 +13,6 @@ from train.models.gpt import GPT, GPTConfig
 from train.tasks.language import language_task, spread
 from train.tasks.sampling import Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = GPTConfig(
     vocabulary=11, context=6, num_layers=1, num_heads=2, width=8, init_std=2.0
 )

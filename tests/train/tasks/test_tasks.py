@@ -40,8 +40,6 @@ from train.tasks.translation import (
     translation,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
 TRANSFORMER = TransformerConfig(
     vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
