@@ -158,7 +158,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(8)
+@pytest.mark.draw(16)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
@@ -187,6 +187,7 @@ def test_every_exchange_leaves_shards_where_they_lie(num_workers, form, kinds):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @EACH_KIND
 def test_a_loop_carries_shards_where_types_are_checked(kinds):
     averages = [
@@ -352,7 +353,7 @@ def _descended(name, model, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(14)
+@pytest.mark.draw(28)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)

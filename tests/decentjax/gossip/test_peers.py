@@ -133,7 +133,7 @@ SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize(
     "how",
     [

@@ -95,7 +95,7 @@ def train(how, folder, num_steps, quorum, delays=lambda *_: 0.0, skips=True, **o
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize(
     "how",
     [
@@ -495,7 +495,7 @@ def off(models):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_one_of_eight_that_sends_what_it_likes_does_little(attack, tmp_path):
     """With a guard or a trimmed mean the others learn as in a run without it."""

@@ -184,7 +184,7 @@ def effect_of_defaults(way, config: Config) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.draw(20)
+@pytest.mark.draw(40)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_field_matters_wherever_a_config_trains(field, way, tmp_path):

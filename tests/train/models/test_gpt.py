@@ -204,6 +204,7 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("bias", [False, True])

@@ -74,7 +74,7 @@ PLACES = {"simulated": {}, "mesh": {"where": "mesh"}, "background": {"where": "m
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]

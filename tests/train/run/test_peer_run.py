@@ -354,6 +354,7 @@ def test_a_peer_of_another_config_is_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @needs_root
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_path):

@@ -96,6 +96,7 @@ def test_a_text_is_continued_from_its_last_tokens(gpt_and_params):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("length", [1, 3, 6, 8])
 def test_without_temperature_the_likeliest_token_follows(length, gpt_and_params):
     gpt, params = gpt_and_params

@@ -548,6 +548,7 @@ def test_graphs_by_name_are_not_ones_own():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_a_run_of_an_optimizer_by_name_resumes_bit_for_bit(name, tmp_path):
     config = of(
