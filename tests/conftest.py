@@ -24,8 +24,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # An xdist worker has its parent's.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs.kept())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-# Programs of a few steps take longer to compile than to run.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Programs of a few steps take longer to compile than to run; at night XLA does all.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -41,15 +41,6 @@ LIBC = ctypes.CDLL(None)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-@pytest.fixture
-def optimized(monkeypatch):
-    """All passes of XLA, here and in the processes that a test starts."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="module", autouse=True)
