@@ -24,6 +24,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # An xdist worker has its parent's.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs.kept())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Programs of a few steps take longer to compile than to run; at night XLA does all.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import pytest
@@ -39,14 +41,6 @@ LIBC = ctypes.CDLL(None)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Compiles in half the time, for models whose numbers have a tolerance anyway."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -292,7 +292,7 @@ def test_limits_count_what_must_be_moved():
     assert num_bytes == 2 * copy.step().nbytes == 8 * model_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pieces_are_measured_on_any_device(capsys):
     pieces.main("80000")
     found = capsys.readouterr().out

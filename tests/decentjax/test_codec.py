@@ -128,7 +128,7 @@ def test_two_bits_are_the_nearest_level():
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(5)
 @EACH
 def test_nothing_and_all_shapes_are_encoded(one):
     for shape in ((), (1,), (3, 5), (2, 3, 7)):
@@ -251,7 +251,7 @@ def test_sparse_loco_is_its_algorithm(where):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("how", "encoded"),
     [

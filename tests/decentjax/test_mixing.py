@@ -236,7 +236,7 @@ def test_devices_and_simulation_agree(graph):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @EITHER_WAY
 @EACH_PATH
 def test_leaves_of_any_shape_are_mixed(exchange, simulated):

@@ -118,7 +118,7 @@ def assert_close(got, wanted):
 
 @EACH_PLAN
 @EACH_N
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 def test_a_mesh_has_the_numbers_of_the_simulation(plan_of, n):
     mesh = worker_mesh(n)
     found = trained(on_mesh(LOCAL, plan_of(n), mesh), n, mesh)
@@ -127,7 +127,7 @@ def test_a_mesh_has_the_numbers_of_the_simulation(plan_of, n):
 
 @EACH_OF_MODELS
 @EACH_N
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 def test_a_second_thread_has_the_numbers_of_the_simulation(plan_of, n):
     mesh = worker_mesh(n)
     with gossip.Background(LOCAL, plan_of(n), mesh) as train_step:
@@ -138,7 +138,7 @@ def test_a_second_thread_has_the_numbers_of_the_simulation(plan_of, n):
 
 @EACH_OF_MODELS
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 def test_peers_that_wait_have_the_numbers_of_the_simulation(plan_of, n, tmp_path):
     found = trained_by_peers(plan_of(n), n, tmp_path, patience=np.inf)
     assert_close(found, trained(simulate(LOCAL, plan_of(n)), n)[0])
@@ -152,7 +152,7 @@ def test_a_quorum_of_all_over_a_topology_has_the_numbers_of_the_simulation(tmp_p
 
 @EACH_PLAN
 @EACH_N
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 def test_a_transformation_has_the_numbers_of_the_simulation(plan_of, n):
     plan = plan_of(n)
     tx = decentralize(optax.adam(0.125), plan, AXIS)

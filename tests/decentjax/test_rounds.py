@@ -241,7 +241,7 @@ def trained_layers(how, params, n, where):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(6)
+@pytest.mark.draw(12)
 @pytest.mark.parametrize(
     ("where", "n"),
     [*(("simulated", n) for n in (1, 2, 3, 5, 8)), ("mesh", 3), ("thread", 2)],
@@ -801,6 +801,7 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -1018,7 +1019,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 @pytest.mark.parametrize(
     "how",
     [

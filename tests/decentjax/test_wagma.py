@@ -27,8 +27,6 @@ from decentjax.exchange import apply
 from tests import oracles
 from tests.plans import atc, awc
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 M = 2.0
 RATE = 0.25
 DIMS = 3

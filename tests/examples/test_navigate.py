@@ -33,7 +33,6 @@ from train.run.run_info import read_facts
 from train.run.scores import read_trained
 from train.store.checkpoints import find_checkpoints
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 navigate, SMALL = rooms.navigate, rooms.config.task
 distances, shortest_paths = navigate.distances, navigate.shortest_paths
 World, play = navigate.World, navigate.play
@@ -43,7 +42,7 @@ METHODS = ("wagma", "peers", "dadam_aer", "sgp", "local_sgd", "allreduce")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compile):
+def finished(tmp_path_factory):
     """A short run by the command, with its results and its page."""
     run_dir = tmp_path_factory.mktemp("runs") / "rooms"
     main([rooms.__file__, "--run-dir", str(run_dir)])

@@ -21,7 +21,7 @@ def printed_and_drawn(path: Path) -> list[list[str]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_prints_and_draws_what_it_holds(tmp_path):
     notebook = ROOT / "docs" / "tutorial.ipynb"
     copy = Path(shutil.copy(notebook, tmp_path))

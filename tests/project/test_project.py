@@ -100,6 +100,7 @@ def test_always():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("ends", "count", "always", "when", "passes"),
     [

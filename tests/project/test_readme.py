@@ -202,25 +202,14 @@ def test_every_extra_is_known_here():
         assert extra == "train" or package in MODULES[extra] | {"PIL"}
 
 
+# `.ci/run` runs both.
 SETUP, TESTS, *MORE = re.findall(r"```sh\n(.*?)```", PAGES["README.md"], re.DOTALL)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)  # Packages are installed, and 2,000 steps trained.
-def test_the_first_shell_block_sets_up_and_trains(tmp_path):
-    """In a fresh clone, as it stands; the second block is what CI runs first."""
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
-    env = {name: x for name, x in ENV.items() if name != "PYTHONPATH"}
-    subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", SETUP], cwd=clone, env=env, check=True
-    )
-    rows = (clone / "runs/quickstart/metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["mean_model"]["bits_per_byte"] < 2.4
-
-
 def test_readme_needs_nothing_that_a_reader_does_not_have():
-    assert re.fullmatch(r"python3 -m venv .venv && [^\n]*\n.* -m pytest .*\n", TESTS)
+    setup = r"python3 -m venv .venv && [^\n]*\n"
+    assert re.fullmatch(setup + r"\S+/decentjax train quickstart\n", SETUP)
+    assert re.fullmatch(setup + r".* -m pytest .*\n", TESTS)
     assert MORE == []
     indented = re.findall(r"^    (.*)$", prose_of("README.md"), re.MULTILINE)
     assert {line.split()[0] for line in indented} == {"x_i", "decentjax"}
@@ -334,30 +323,62 @@ def test_a_model_of_flax_needs_few_lines(page, word, most):
     assert sum(map(bool, map(str.strip, block.split("\n")))) <= most
 
 
-def ran(page: str, block: str) -> tuple[int, str, str]:
-    """The exit code of a block in a fresh interpreter, its output and its errors."""
+# Runs each block in a process that has imported the library, and is as new otherwise.
+RUN_BLOCKS = """
+import json, os, sys, types
+
+import decentjax.gossip, flax.nnx, jax, optax
+
+folder, codes = sys.argv[1], []
+for number, block in enumerate(json.load(sys.stdin)):
+    child = os.fork()
+    if child == 0:
+        for stream in (1, 2):
+            path = f"{folder}/{number}-{stream}"
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(block, "block", "exec"), vars(sys.modules["__main__"]))
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+def checked(page: str, block: str) -> str:
+    """A block, and what is to hold after it."""
     checks = [check for word, check in CHECKS.items() if word in block]
     if page == "docs/guides/recipes.md":
         checks = [LEARNED]
-    command = [sys.executable, "-c", "\n".join([block, *checks])]
-    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    return "\n".join([block, *checks])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_a_code_block_runs_as_pasted(number):
-    page, block = BLOCKS[number]
-    code, output, errors = ran(page, block)
-    assert code == 0, (page, errors)
-    lines = output.splitlines()
-    if "analysis.compare(graphs" in block:
-        rows = [f"| {' | '.join(line.split())} |" for line in lines[1:]]
-        assert len(rows) == 12
-        assert [row for row in rows if row not in PAGES[page]] == []
-    if "job, graph, num_steps=1000" in block:
-        assert len(lines) == 5
-        assert [line for line in lines if line not in PAGES[page]] == []
+@pytest.mark.parametrize("part", range(4))
+def test_code_blocks_run_as_pasted(part, tmp_path):
+    blocks = BLOCKS[part::4]
+    codes = subprocess.run(
+        [sys.executable, "-c", RUN_BLOCKS, tmp_path],
+        input=json.dumps([checked(*one) for one in blocks]),
+        env=ENV,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    for number, (code, one) in enumerate(zip(json.loads(codes), blocks, strict=True)):
+        page, block = one
+        lines, errors = (
+            (tmp_path / f"{number}-{stream}").read_text() for stream in (1, 2)
+        )
+        assert code == 0, (page, errors)
+        lines = lines.splitlines()
+        if "analysis.compare(graphs" in block:
+            rows = [f"| {' | '.join(line.split())} |" for line in lines[1:]]
+            assert len(rows) == 12
+            assert [row for row in rows if row not in PAGES[page]] == []
+        if "job, graph, num_steps=1000" in block:
+            assert len(lines) == 5
+            assert [line for line in lines if line not in PAGES[page]] == []
 
 
 def test_the_checks_of_blocks_are_of_some():

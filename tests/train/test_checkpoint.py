@@ -38,8 +38,6 @@ from train.store.checkpoints import (
 )
 from train.store.manifest import MANIFEST, OTHERS, check_files
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LINE = line.config
 
 

@@ -44,8 +44,6 @@ from train.study.seeds import draws_of, train_seeds
 from train.study.tune import LOSS, Candidate, Grid, choose, profiles
 from train.tasks.task import Headline
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LINE = changed(job_line.config, num_steps=6, evaluation=dict(every_steps=4))
 LINE_FILE = Path(job_line.__file__)
 LOWER = Headline("loss", better="lower")

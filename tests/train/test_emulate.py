@@ -251,6 +251,7 @@ def test_both_directions_of_a_link_have_its_rate(transfers):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @needs_root
 @pytest.mark.parametrize(
     ("end", "code"),

@@ -27,8 +27,6 @@ from train.store.log import read_metrics
 from train.tasks.digits import DigitsTask
 from train.tasks.sampling import Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -154,6 +154,7 @@ def test_after_a_failure_the_others_are_asked_then_killed():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_all_save(signum):
     # So long that a busy machine cannot come in between.

@@ -103,7 +103,7 @@ def test_a_file_without_end_is_read_to_its_bound(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compile):
+def finished(tmp_path_factory):
     """A run with a timeline."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     train(tiny.config, folder)
@@ -116,6 +116,7 @@ FILES = ["metrics.jsonl", "config.json", "run.json", "timeline.0.jsonl"]
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", FILES)
 def test_no_command_waits_for_a_fifo_in_a_run(name, finished):
     path, kept = finished / name, finished / "kept"
@@ -139,6 +140,7 @@ def test_no_command_waits_for_a_fifo_in_a_run(name, finished):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "name", ["manifest.json", "run/metadata", "state/_METADATA", "state/d/more"]
 )

@@ -33,8 +33,6 @@ from train.store.timeline import (
     spans_of,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def images(page: str) -> list[ET.Element]:
     found = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)

@@ -158,7 +158,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(8)
+@pytest.mark.draw(16)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
@@ -187,6 +187,7 @@ def test_every_exchange_leaves_shards_where_they_lie(num_workers, form, kinds):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @EACH_KIND
 def test_a_loop_carries_shards_where_types_are_checked(kinds):
     averages = [
@@ -352,8 +353,7 @@ def _descended(name, model, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(14)
+@pytest.mark.draw(28)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)
@@ -415,7 +415,6 @@ SHARDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
 @EACH_PLAN
@@ -429,7 +428,6 @@ def test_a_state_keeps_its_shards_on_a_mesh(plan_of, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(8)
 @EACH_KIND
 @EACH_PLAN
@@ -450,7 +448,6 @@ def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, plan_of, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
 @pytest.mark.parametrize("lies", [_placed, place])
@@ -467,7 +464,6 @@ def test_shards_may_be_said_as_well(lies, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(8)
 @EACH_KIND
 @pytest.mark.parametrize("name", ["int8", "late"])

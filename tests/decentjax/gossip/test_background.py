@@ -230,6 +230,7 @@ def test_the_numbers_are_those_of_the_step_to_rounding(case):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("size", [100, 150, 2**20])
 def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
     monkeypatch.setattr(pipeline, "GROUP_BYTES", size)
@@ -327,6 +328,7 @@ def test_after_a_step_that_failed_the_next_starts_its_exchange_anew():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize(
     "graph", [GRAPHS["two"], GRAPHS["pairs"]], ids=["two", "pairs"]

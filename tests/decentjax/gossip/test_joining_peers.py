@@ -21,7 +21,6 @@ from decentjax.links import Book, Links
 from decentjax.links.handshake import Handshakes
 from tests.parties import LOCAL, LONG, in_threads, party_of
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = {"matrix": jnp.zeros((2, 3)), "scalar": jnp.ones(())}
 KEY = jax.random.key(0)
 

@@ -133,7 +133,7 @@ SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize(
     "how",
     [
@@ -906,8 +906,7 @@ def test_a_worker_that_comes_back_begins_anew(tmp_path):
             assert int(read_step(worker, step + 200)[-1]) > before + 10
 
 
-@pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", [{}, {"WAGMA": "0.5"}], ids=["peers", "wagma"])
 def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
     count = 4 if how else 3

@@ -176,7 +176,7 @@ def _bits(x: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 @EACH_CASE
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_early_and_parts_give_the_bits_of_the_function(case, one_by_one):

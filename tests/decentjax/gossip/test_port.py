@@ -146,6 +146,7 @@ def _process(folder, name, count, number, num_steps=STEPS, timeout=60):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("name", "n"), [("in_turn", 1), ("ring", 2), ("diloco", 2), ("ring", 3)]
 )

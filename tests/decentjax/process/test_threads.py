@@ -180,6 +180,7 @@ FORCED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("how", "threads"),
     [

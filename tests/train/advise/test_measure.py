@@ -115,6 +115,7 @@ def sent_bytes() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("where", ["in_step", "background"])
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 1), (1, 4)])
 def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):

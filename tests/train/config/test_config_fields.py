@@ -26,8 +26,6 @@ from train.config import (
     WorkersConfig,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def sgd(schedule):
     return optax.sgd(schedule)
@@ -186,7 +184,7 @@ def effect_of_defaults(way, config: Config) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.draw(20)
+@pytest.mark.draw(40)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("field", OTHERS)
 def test_a_field_matters_wherever_a_config_trains(field, way, tmp_path):

@@ -31,8 +31,6 @@ from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.study.seeds import train_seeds
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NOISY = changed(
     line.NOISY,
     name="rounds",

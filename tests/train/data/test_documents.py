@@ -307,6 +307,7 @@ print(sum(1 for _ in found("")), most() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt.gz", "a.jsonl.zst"])
 def test_a_file_is_never_in_memory_as_a_whole(name, tmp_path):
     """50 MB of text take a few chunks of 1 MB."""

@@ -33,8 +33,6 @@ from train.tasks.image_folder import ImageFolderTask
 from train.tasks.task import build_task, resolved_task
 
 datasets = pytest.importorskip("datasets")
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NET = ResNetConfig(depth=8, width=4, num_classes=3, convolution="matmul")
 GPT = GPTConfig(context=8, num_layers=1, num_heads=2, width=16)
 COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}

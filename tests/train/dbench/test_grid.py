@@ -39,8 +39,6 @@ from train.study.seeds import train_seeds
 from train.study.tune import Grid, half
 from train.tasks.task import Headline
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FILE = Path(job_line.__file__)
 LINE = changed(
     job_line.config,

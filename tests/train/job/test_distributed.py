@@ -186,6 +186,7 @@ def test_a_job_whose_processes_are_killed_ends_as_if_none_were(runs, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("folder", ["file", "file/run", "run"])
 def test_a_wrong_request_in_a_job_is_not_tried_again(folder, tmp_path):
     (tmp_path / "file").touch()

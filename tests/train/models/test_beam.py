@@ -15,8 +15,6 @@ from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.translation import DecodingConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FIRST, END, VOCABULARY, LENGTH = 1, 2, 3, 4
 
 
@@ -108,6 +106,7 @@ def assert_found(found: Sentences, expected, tables, penalty):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 2.0])
 def test_with_enough_beams_the_search_is_exhaustive(penalty):
     beams, max_lengths, some = 24, [4, 2, 1, 4, 3], tables(5)

@@ -13,8 +13,6 @@ from tests.numbered import check_remat
 from tests.record_peers import SMALL_GPT, TOKENS, numbers, recorded
 from train.models.gpt import GPT, GPTConfig, start_cache, turned
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def numpy_gpt(model: GPT, config: GPTConfig, tokens: np.ndarray) -> np.ndarray:
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
@@ -206,6 +204,7 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("bias", [False, True])

@@ -22,8 +22,6 @@ from train.run.scores import read_trained
 from train.store.log import read_metrics
 from train.tasks.text import TextTask
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SIZES = {**SMALL_GPT, "width": 16}
 OURS = GPTConfig(**SIZES, init_std=0.5)
 GPT2 = changed(OURS, bias=True, norm_epsilon=1e-2)

@@ -11,8 +11,6 @@ from tests.record_peers import images, numbers, recorded
 from tests.trees import assert_close
 from train.models.resnet import NormedConv, ResidualBlock, ResNet, ResNetConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def config(depth=8, **changes) -> ResNetConfig:
     sizes = {"num_classes": 5, "width": 4, "in_channels": 2}

@@ -17,8 +17,6 @@ from tests.record_peers import (
 )
 from train.models.transformer import Transformer, TransformerConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 WIDTH = 16
 
 
@@ -135,6 +133,7 @@ def test_target_tokens_see_the_source_and_earlier_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_token_by_token_is_decoding_at_once(dtype):
     model, (source, target) = make(compute_dtype=dtype), inputs()

@@ -40,8 +40,6 @@ from train.tasks.task import longest_dim
 
 SLICES = Path(slices.__file__)
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def state_of(config, folder):
     """The state of the newest checkpoint of a run, placed as this config places it."""
@@ -82,6 +80,7 @@ def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("slices", 2, 1), ("devices", 1, 2)]
 )
@@ -97,6 +96,7 @@ def test_a_run_goes_on_with_other_devices(name, before, after, runs, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("algorithm", ["atc", "all_reduce", "rounds"])
 def test_other_methods_train_slices_too(algorithm, tmp_path):
     method, step = kind_of("method", algorithm)(), StepConfig(batch_per_worker=4)

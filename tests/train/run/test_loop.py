@@ -46,8 +46,6 @@ from train.run.setup import make_run
 from train.store.log import read_metrics
 from train.tasks.stdlib import StdlibTask, count_model
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TINY, LINE = tiny.config, job_line.config
 GOLDEN_LOSSES = [
     *(6.065403, 6.074073, 5.888512, 6.07936),

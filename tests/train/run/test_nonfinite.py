@@ -25,8 +25,6 @@ from train.run.nonfinite import QUARANTINED, quarantined, watch_gradients
 from train.run.resume import Resume
 from train.store.log import read_metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STEP = changed(line.config.step, not_finite="quarantine")
 
 
@@ -76,7 +74,7 @@ PLACES = {"simulated": {}, "mesh": {"where": "mesh"}, "background": {"where": "m
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]

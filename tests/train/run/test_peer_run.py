@@ -194,7 +194,7 @@ def test_a_log_says_what_was_mixed_and_all_share_one_config(finished):
 
 
 @pytest.mark.nightly
-def test_an_evaluation_has_all_workers(tmp_path, capsys, quick_compile):
+def test_an_evaluation_has_all_workers(tmp_path, capsys):
     """Which need not be at one step."""
     own = changed(tiny.config, workers=line.config.workers)
     for number, num_steps in ((0, 4), (1, 5)):
@@ -354,6 +354,7 @@ def test_a_peer_of_another_config_is_named(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @needs_root
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_path):

@@ -97,7 +97,7 @@ def test_a_slow_process_takes_fewer_steps_in_as_many_rounds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("delay", ["0", "1", "3"])
 def test_a_run_is_repeated_bit_for_bit(delay, tmp_path):
     """With a slow process, and one that begins where the others are."""

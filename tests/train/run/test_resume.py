@@ -47,8 +47,6 @@ from train.store.checkpoints import find_checkpoints, read_models, restore, veri
 from train.store.folder import lock
 from train.store.log import read_metrics
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LINE = line.config
 # The rate of its last step of 20.
 KEPT = tuple(f"optimizer.{x}-rate=0.000715" for x in ("learning", "final-learning"))
@@ -400,7 +398,7 @@ def rows_of(state):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("num_workers", [1, 3, 7])
 @pytest.mark.parametrize("how", ["mean", "repeat", "select"])
 def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_dir):
@@ -658,6 +656,7 @@ def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("how", ["mean", "repeat"])
 def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path):
     config = changed(LINE, task=Keyed(), num_steps=5)

@@ -19,7 +19,7 @@ import pytest
 
 import decentjax
 from decentjax import topology
-from tests import tiny_numbers
+from tests import job_line, tiny_numbers
 from tests.changes import changed
 from tests.jobs import python
 from tests.line import config as line
@@ -49,8 +49,6 @@ from train.run.sinks import named_sinks
 from train.store.log import read_metrics
 from train.study.seeds import _Log
 from train.targets import peak_flops
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
 
 # Ten steps, without TensorBoard.
 SHORT = changed(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
@@ -717,13 +715,12 @@ def traced_steps(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
-    """In processes of its own: with the threads of earlier tests jax's has crashed."""
-    trained = ["tests/job_line.py", "--num-steps", "7", "--run-dir", str(tmp_path)]
-    resumed = ["--resume", str(tmp_path), "--trust", "tests/job_line.py"]
+    """In a process of its own: with the threads of earlier tests jax's has crashed."""
+    train(changed(job_line.config, num_steps=7), tmp_path)
+    assert not (tmp_path / "profile.0").exists()
+    resumed = ["--resume", str(tmp_path), "--trust", "tests.job_line"]
     options = ["--num-steps", "10", "--log.profile", "5:10"]
-    for words in (trained, [*resumed, *options]):
-        assert not (tmp_path / "profile.0").exists()
-        python("-m", "decentjax", "train", *words)
+    python("-m", "decentjax", "train", *resumed, *options)
     assert traced_steps(tmp_path / "profile.0") == [7, 8, 9]
 
 

@@ -46,7 +46,7 @@ def own_file(runs, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("name", ALONE)
 def test_they_continue_as_they_would_have(name, runs):
     """Again from step 4 to 6, to the models that their own version came to."""
@@ -59,6 +59,7 @@ def test_they_continue_as_they_would_have(name, runs):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 def test_a_gpt_goes_through_all_commands(runs, capsys):
     run_dir = runs / "gpt"
     row = next(x for x in read_metrics(run_dir) if "mean_model" in x)
@@ -72,6 +73,7 @@ def test_a_gpt_goes_through_all_commands(runs, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 def test_peers_are_read_and_repeated(runs):
     """Of each worker to what its process has saved."""
     for name in PEERS[runs.name]:
@@ -81,6 +83,7 @@ def test_peers_are_read_and_repeated(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 def test_peers_are_resumed(runs):
     words = ["-n", "2", "resume", "peers", "--num-steps", "7", "--trust", "own.py"]
     subprocess.run([sys.executable, "-m", "train.launch", *words], check=True)

@@ -1,7 +1,6 @@
 """What other settings would have come to, on the times that a run has recorded."""
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -128,18 +127,18 @@ def test_the_setting_that_is_first_at_the_loss_of_the_run_comes_first():
 
 @pytest.mark.slow
 @pytest.mark.draw(2)
-def test_a_run_says_which_setting_would_have_been_best(tmp_path):
+def test_a_run_says_which_setting_would_have_been_best(tmp_path, capsys):
     """With a slow process, whom two of three do not await."""
     late = ("--straggler.kind", "fixed", "--straggler.who", "2")
     late += ("--straggler.seconds", "0.2", "--num-steps", "80", "--log.timeline")
     argv = rounds_command(tmp_path, 3, *late, "--exchange.silent-seconds", "60")
     with started(sys.executable, *argv) as job:
         ended(job)
-    argv = [*(sys.executable, "-m", "train.replay", str(tmp_path))]
-    argv += ["--exchange.quorum", "2", "3", "--trust", "tests/line.py"]
     for _ in range(2):
-        done = subprocess.run(argv, check=True, capture_output=True, text=True)
-    assert "from" in done.stdout  # The second call takes what the first has kept.
+        capsys.readouterr()
+        what_if(tmp_path, {"exchange.quorum": ["2", "3"]}, trust=("tests/line.py",))
+    # The second call takes what the first has kept.
+    assert "from" in capsys.readouterr().out
     text = (tmp_path / "what_if" / "what_if.md").read_text()
     rows = [[x.strip() for x in row.split("|")[1:-1]] for row in text.splitlines()]
     seconds = {row[0]: float(row[2]) for row in rows[2:]}

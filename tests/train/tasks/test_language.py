@@ -13,8 +13,6 @@ from train.models.gpt import GPT, GPTConfig
 from train.tasks.language import language_task, spread
 from train.tasks.sampling import Sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = GPTConfig(
     vocabulary=11, context=6, num_layers=1, num_heads=2, width=8, init_std=2.0
 )
@@ -98,6 +96,7 @@ def test_a_text_is_continued_from_its_last_tokens(gpt_and_params):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("length", [1, 3, 6, 8])
 def test_without_temperature_the_likeliest_token_follows(length, gpt_and_params):
     gpt, params = gpt_and_params

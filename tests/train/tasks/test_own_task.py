@@ -58,10 +58,13 @@ EXAMPLE, MORE = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 SHORT = ("--num-steps", "20", "--optimizer.warmup-steps", "2")
 
 
-@pytest.mark.slow
-def test_the_guide_is_40_lines_and_its_commands_run(tmp_path):
-    """Each in a process, as a user's: of the file that it tells one to save."""
+def test_the_guide_is_40_lines():
     assert sum(map(bool, map(str.strip, EXAMPLE.split("\n")))) == 40
+
+
+@pytest.mark.nightly
+def test_the_commands_of_the_guide_run(tmp_path):
+    """Each in a process, as a user's: of the file that it tells one to save."""
     (tmp_path / "sine.py").write_text(EXAMPLE)
     (block,) = re.findall(r"```console\n(.*?)```", GUIDE, re.DOTALL)
     lines = [shlex.split(line)[1:] for line in block.strip().split("\n")]
@@ -548,6 +551,7 @@ def test_graphs_by_name_are_not_ones_own():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_a_run_of_an_optimizer_by_name_resumes_bit_for_bit(name, tmp_path):
     config = of(

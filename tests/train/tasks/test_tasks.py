@@ -40,8 +40,6 @@ from train.tasks.translation import (
     translation,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
 TRANSFORMER = TransformerConfig(
     vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
@@ -200,6 +198,7 @@ def test_a_model_of_nan_gets_nothing_right_but_by_chance():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_of_images_is_that_of_smoothed_labels(smoothing):
     task, plain = digits(smoothing), jax.jit(digits(0.0).loss_fn)
@@ -234,6 +233,7 @@ def test_the_nearest_neighbour_is_the_nearest():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
     task = toy(model=changed(TRANSFORMER, dropout=0.0), label_smoothing=smoothing)
