@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
-from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
-from train.chaos.planted import ChaosOrder, SketchedModel, give, models, taken
+from benches.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
+from benches.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
+from benches.chaos.planted import ChaosOrder, SketchedModel, give, models, taken
 from train.store.checkpoints import find_checkpoints
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.

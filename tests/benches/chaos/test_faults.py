@@ -14,16 +14,16 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
+from benches.chaos import jobs, members
+from benches.chaos.__main__ import Row, main, separated
+from benches.chaos.faults import Bench
+from benches.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
+from benches.chaos.planted import sketch
 from tests import line
 from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import LONG, started
 from tests.machines import needs_root
-from train.chaos import jobs, members
-from train.chaos.__main__ import Row, main, separated
-from train.chaos.faults import Bench
-from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
-from train.chaos.planted import sketch
 from train.figures.members_figure import draw_members, lives, spans
 from train.report import write_report
 from train.run.history import History
@@ -98,7 +98,7 @@ OPTIONS = ["--processes", "2", "--steps", "12", "--task.step-seconds", "0.1"]
 @pytest.mark.slow
 @needs_root
 def test_a_job_that_cannot_start_is_a_sentence(tmp_path):
-    command = module("train.chaos", "tests/line.py", "--out", tmp_path / "chaos")
+    command = module("benches.chaos", "tests/line.py", "--out", tmp_path / "chaos")
     with started(*command, "--workers.num-workers", "5") as chaos:
         output, _ = chaos.communicate(timeout=LONG)
     assert chaos.returncode == 1
@@ -115,7 +115,7 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
     out = tmp_path / "chaos"
     faults = ["kill", "partition", "full-disk"]
     own = ("--faults", *faults, "--minutes", "1.2", "--out", str(out))
-    command = module("train.chaos", "tests/line.py", *OPTIONS, *own)
+    command = module("benches.chaos", "tests/line.py", *OPTIONS, *own)
     with started(*command) as job:
         output, _ = job.communicate(timeout=5 * LONG)
     assert job.returncode == 0, output
@@ -180,7 +180,7 @@ def test_faults_may_be_separated_by_commas():
 BUGGY = """
 import sys
 
-is_chaos = "train.chaos" in sys.orig_argv
+is_chaos = "benches.chaos" in sys.orig_argv
 """
 KEEPS_ITS_OWN = """
 from train.run.peer_run import Joiner
@@ -312,7 +312,7 @@ def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
     options += ("--workers.workers-per-node", "1", "--topology.name", "ring")
     config = "tests/drift.py" if "elastic" in fault else "tests/job_line.py"
     options += ("--task.step-seconds", "0.05")
-    command = module("train.chaos", config, *own, *options)
+    command = module("benches.chaos", config, *own, *options)
     path = os.pathsep.join([str(tmp_path / "bug"), str(ROOT)])
     with started(*command, PYTHONPATH=path) as job:
         output, _ = job.communicate(timeout=5 * LONG)

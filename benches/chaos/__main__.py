@@ -1,6 +1,6 @@
 """Injects faults into real jobs at random, and checks what is promised.
 
-`decentjax chaos CONFIG.py --minutes 5 --seed 0 [--field value ...]`
+`python -m benches.chaos CONFIG.py --minutes 5 --seed 0 [--field value ...]`
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
-from train.chaos import members
-from train.chaos.faults import FAULTS, Bench, reference, save_every
-from train.chaos.jobs import BrokenError, MissedError
+from benches.chaos import members
+from benches.chaos.faults import FAULTS, Bench, reference, save_every
+from benches.chaos.jobs import BrokenError, MissedError
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.read import from_options
@@ -28,11 +28,11 @@ from train.plain_files import write_whole
 from train.run.history import read_history
 
 USAGE = (
-    "usage: decentjax chaos CONFIG.py [--faults kill freeze ...] [--minutes 5] "
+    "usage: python -m benches.chaos CONFIG.py [--faults kill freeze ...] [--minutes 5] "
     "[--seed 0] [--field value ...]\n\n"
     "Injects faults into real jobs at random, and checks what is promised.\n"
-    "decentjax chaos CONFIG.py --help lists all options.\n\n"
-    "example:\n  decentjax chaos quickstart --faults kill freeze --minutes 5"
+    "python -m benches.chaos CONFIG.py --help lists all options.\n\n"
+    "example:\n  python -m benches.chaos quickstart --faults kill freeze --minutes 5"
 )
 FaultName = Literal[
     "kill",
@@ -58,7 +58,7 @@ class Chaos:
     one elastic run while it trains. Each promise has a number that is measured.
     Fields of the config follow, as for `decentjax train`.
 
-    Example: `decentjax chaos quickstart --faults kill freeze --minutes 5`.
+    Example: `python -m benches.chaos quickstart --faults kill freeze --minutes 5`.
 
     Args:
       faults: the faults; each in turn, in random order, until the time is over.
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
     config, *options = arguments
     chaos, fields = from_options(
         Chaos,
-        prog="decentjax chaos CONFIG.py",
+        prog="python -m benches.chaos CONFIG.py",
         args=separated(options),
         return_unknown_args=True,
     )

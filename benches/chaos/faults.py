@@ -12,8 +12,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from decentjax.distributed.deadline import LONG, LONG_TIMES
-from train.chaos.jobs import (
+from benches.chaos.jobs import (
     BrokenError,
     JobUnderTest,
     MissedError,
@@ -22,7 +21,8 @@ from train.chaos.jobs import (
     module,
     saved,
 )
-from train.chaos.planted import ChaosOrder, Hang, give, plant, taken
+from benches.chaos.planted import ChaosOrder, Hang, give, plant, taken
+from decentjax.distributed.deadline import LONG, LONG_TIMES
 from train.job.namespaces import Nodes
 from train.store.checkpoints import find_checkpoints
 from train.store.manifest import MANIFEST, OTHERS

@@ -25,7 +25,7 @@ CONFIG = """\
 import dataclasses
 from pathlib import Path
 
-from train.chaos import planted
+from benches.chaos import planted
 from train.cli.load import load_config
 
 config = load_config(Path({config!r}))
