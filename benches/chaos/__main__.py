@@ -1,4 +1,4 @@
-"""Injects faults into real jobs at random, and checks what is promised.
+"""Chaos: faults at random into real jobs, and whether the promises hold.
 
 `python -m benches.chaos CONFIG.py --minutes 5 --seed 0 [--field value ...]`
 """
@@ -9,43 +9,25 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+import tyro
 
 from benches.chaos import members
-from benches.chaos.faults import FAULTS, Bench, reference, save_every
-from benches.chaos.jobs import BrokenError, MissedError
-from train.cli.command import command, show_usage
+from benches.chaos.faults import FAULTS, Bench, save_every
+from benches.chaos.jobs import BrokenError, MissedError, saved
+from benches.results import check_at_least, check_new, write_results
+from train.cli.command import command
 from train.cli.load import load_config
 from train.cli.read import from_options
-from train.cli.tables import markdown, to_json
+from train.cli.tables import markdown
 from train.cli.times import left
-from train.figures.members_figure import draw_members
 from train.figures.style import save_figure
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
-from train.plain_files import write_whole
 from train.run.history import read_history
 
-USAGE = (
-    "usage: python -m benches.chaos CONFIG.py [--faults kill freeze ...] [--minutes 5] "
-    "[--seed 0] [--field value ...]\n\n"
-    "Injects faults into real jobs at random, and checks what is promised.\n"
-    "python -m benches.chaos CONFIG.py --help lists all options.\n\n"
-    "example:\n  python -m benches.chaos quickstart --faults kill freeze --minutes 5"
-)
-FaultName = Literal[
-    "kill",
-    "freeze",
-    "stall",
-    "stuck",
-    "slow",
-    "partition",
-    "corrupt",
-    "full-disk",
-    "sigterm",
-    "nan",
-]
+FaultName = Literal[tuple(FAULTS)]
 ELASTIC_SHARE = 0.3  # Of the time, for the elastic run.
 
 
@@ -61,6 +43,7 @@ class Chaos:
     Example: `python -m benches.chaos quickstart --faults kill freeze --minutes 5`.
 
     Args:
+      config: config of the jobs.
       faults: the faults; each in turn, in random order, until the time is over.
       minutes: time after which no further fault begins.
       seed: seed of the targets and times.
@@ -69,7 +52,8 @@ class Chaos:
       out: folder for chaos.md, chaos.json, chaos.svg and all runs; must be new.
     """
 
-    faults: tuple[FaultName, ...] = get_args(FaultName)
+    config: Annotated[Path, tyro.conf.Positional]
+    faults: tuple[FaultName, ...] = (*FAULTS,)  # pyright: ignore[reportInvalidTypeForm]
     minutes: float = 5.0
     seed: int = 0
     processes: int = 4
@@ -77,15 +61,9 @@ class Chaos:
     out: Path = Path("runs/chaos")
 
     def __post_init__(self):
-        if not self.faults or not self.minutes > 0:
-            raise ValueError(
-                f"chaos needs faults and minutes, got {self.faults} and {self.minutes}"
-            )
-        if self.processes < 2 or self.steps < 6:
-            raise ValueError(
-                "chaos needs at least 2 processes and 6 steps, got "
-                f"{self.processes} and {self.steps}"
-            )
+        check_at_least(self, minutes=0.01, processes=2, steps=6)
+        if not self.faults:
+            raise ValueError("faults must be at least one, got none")
 
 
 @dataclasses.dataclass
@@ -115,97 +93,90 @@ class Row:
         """Whether the promise was broken, or never tested although that was tried."""
         return bool(self.broken or (self.missed and not self.injected))
 
+    @property
+    def verdict(self) -> str:
+        kept = f"{self.injected - len(self.broken)} of {self.injected}"
+        return "; ".join([kept, *self.broken])
+
 
 @command()
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        show_usage(USAGE, arguments)
-    config, *options = arguments
     chaos, fields = from_options(
         Chaos,
-        prog="python -m benches.chaos CONFIG.py",
-        args=separated(options),
+        prog="python -m benches.chaos",
+        args=separated(arguments),
         return_unknown_args=True,
     )
-    load_config(Path(config))  # Each job would end with its error.
-    if chaos.out.exists():
-        raise ValueError(
-            f"{chaos.out} already exists: choose another folder with --out"
-        )
+    load_config(chaos.config)  # Each job would end with its error.
+    check_new(chaos.out)
     chaos = dataclasses.replace(chaos, out=chaos.out.absolute())
     cluster = EmulatedCluster(nodes=chaos.processes)
-    return in_cluster(cluster, lambda nodes: _run(chaos, [config, *fields], nodes))
+    return in_cluster(cluster, lambda nodes: _run(chaos, fields, nodes))
 
 
 def separated(words: list[str]) -> list[str]:
     """The words of a command line, with "kill,freeze" as two."""
-    names = set(get_args(FaultName))
-    parts = [word.split(",") for word in words]
-    return [
-        x for many in parts for x in (many if names >= {*many} else [",".join(many)])
-    ]
+    lists = [word.split(",") for word in words]
+    return [x for y in lists for x in (y if {*y} <= {*FAULTS} else [",".join(y)])]
 
 
-def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
+def _run(chaos: Chaos, fields: list[str], nodes: Nodes) -> int:
     chaos.out.mkdir(parents=True)
-    steps = {
-        "--num-steps": chaos.steps,
-        "--checkpoint.every-steps": save_every(chaos.steps),
-        "--evaluation.every-steps": chaos.steps,
-        "--log.every-steps": 1,
-        "--log.consensus-every-steps": chaos.steps,
-    }
-    options = [word for pair in steps.items() for word in map(str, pair)]
-    config = [config[0], *options, *config[1:]]
-    bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes)
-    draw = random.Random(chaos.seed)
-    try:
-        bench = reference(bench)
-    except BrokenError as error:
-        raise ValueError(f"the job fails without any fault: {error}") from error
-    of_jobs, began = chaos.minutes * 60, time.monotonic()
-    hits, of_elastic = [x for x in chaos.faults if x in members.PROMISES], 0.0
-    if hits:
-        of_elastic = ELASTIC_SHARE * of_jobs
-    rows = {x: _row(x) for x in chaos.faults}
-    for number, name in enumerate(_in_turn(chaos.faults, draw)):
-        rest = of_jobs - of_elastic - (time.monotonic() - began)
-        if rest <= 0:
-            break
-        _inject(bench, rows[name], f"{number}-{name}", draw)
-        _write(chaos, list(rows.values()))
-        print(f"{name}: {_verdict(rows[name])}, {left(rest)}", flush=True)
-    rows = list(rows.values())
+    bench, draw = _bench(chaos, fields, nodes), random.Random(chaos.seed)
+    hits = [x for x in chaos.faults if x in members.PROMISES]
+    of_elastic = 60 * chaos.minutes * ELASTIC_SHARE if hits else 0.0
+    rows = _in_turn(bench, chaos, 60 * chaos.minutes - of_elastic, draw)
     if hits:
         rows += _elastic(bench, hits, of_elastic, draw)
-    table = _write(chaos, rows)
-    print(f"\n{table}\nresults, runs and their output: {chaos.out}")
+    print(f"\n{_write(chaos, rows)}")
     return 1 if any(row.is_bad for row in rows) else 0
 
 
+def _bench(chaos: Chaos, fields: list[str], nodes: Nodes) -> Bench:
+    """What the faults are done to, after a job without any."""
+    options = (
+        f"--num-steps {chaos.steps} --checkpoint.every-steps {save_every(chaos.steps)} "
+        f"--evaluation.every-steps {chaos.steps} --log.every-steps 1 "
+        f"--log.consensus-every-steps {chaos.steps}"
+    )
+    config = [str(chaos.config), *options.split(), *fields]
+    bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes)
+    try:
+        with bench.launch("reference") as job:
+            job.end(0)
+        return bench._replace(wanted=saved(job.run_dir))
+    except BrokenError as error:
+        raise ValueError(f"the job fails without any fault: {error}") from error
+
+
+def _in_turn(
+    bench: Bench, chaos: Chaos, seconds: float, draw: random.Random
+) -> list[Row]:
+    """Rows of the faults, each in a job, in random orders until the time is over."""
+    rows = {
+        name: Row(name, fault.promise, f"{fault.limit:g} {fault.unit}")
+        for name, fault in FAULTS.items()
+    }
+    names, end = chaos.faults, time.monotonic() + seconds
+    turns = (x for _ in itertools.count() for x in draw.sample(names, len(names)))
+    for number, name in enumerate(turns):
+        if (rest := end - time.monotonic()) <= 0:
+            break
+        _inject(bench, rows[name], f"{number}-{name}", draw)
+        _write(chaos, [*rows.values()])
+        print(f"{name}: {rows[name].verdict}, {left(rest)}", flush=True)
+    return [*rows.values()]
+
+
 def _write(chaos: Chaos, rows: list[Row]) -> str:
-    """Writes what is known so far, and returns the table."""
+    """Writes what is known so far, and returns what is printed of it."""
     rows = [row for row in rows if row.injected or row.missed]
-    lines = [
-        [r.fault, r.promise, r.limit, r.measured, str(r.injected), _verdict(r)]
-        for r in rows
+    heads = ["fault", "promise", "at most", "measured", "injected", "kept"]
+    cells = [
+        [r.fault, r.promise, r.limit, r.measured, r.injected, r.verdict] for r in rows
     ]
-    names = ["fault", "promise", "at most", "measured", "injected", "kept"]
-    table = markdown(names, lines)
-    write_whole(chaos.out / "chaos.md", table)
-    write_whole(chaos.out / "chaos.json", to_json({"chaos": chaos, "rows": rows}))
-    return table
-
-
-def _in_turn(faults: tuple[FaultName, ...], draw: random.Random) -> Iterator[FaultName]:
-    """Each of them, in a random order, again and again."""
-    for _ in itertools.count():
-        yield from draw.sample(faults, len(faults))
-
-
-def _row(name: str) -> Row:
-    fault = FAULTS[name]
-    return Row(name, fault.promise, f"{fault.limit:g} {fault.unit}")
+    facts = {"chaos": chaos, "rows": rows}
+    return write_results(chaos.out, "chaos", facts, markdown(heads, cells))
 
 
 def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
@@ -232,27 +203,21 @@ def _elastic(
     rows = {x: Row(f"{x}, elastic", members.PROMISES[x], members.LIMIT) for x in faults}
     hits: list[members.Hit] = []
     try:
-        members.run(bench, faults, seconds, draw, hits)
+        for hit in members.run(bench, faults, seconds, draw):
+            hits.append(hit)
+            row = rows[hit.name]
+            row.injected += 1
+            row.broken += [hit.broken] if hit.broken else []
+            row.measured = members.worst([x for x in hits if x.name == hit.name])
+            print(f"{row.fault}: {row.verdict}, after {hit.back:.1f} s", flush=True)
     except BrokenError as error:
-        promise = "goes on, ends with 0, all saved"
-        rows["the run"] = Row(
-            "elastic run", promise, "", injected=1, broken=[str(error)]
-        )
-    for hit in hits:
-        rows[hit.name].measured = members.worst([x for x in hits if x[0] == hit.name])
-        rows[hit.name].injected += 1
-        if hit.broken:
-            rows[hit.name].broken.append(hit.broken)
+        row = Row("elastic run", "goes on, ends with 0, all saved", "", injected=1)
+        row.broken.append(str(error))
+        rows["the run"] = row
     if hits:
-        history = read_history(bench.out / "elastic")
-        marks = [(hit.time, hit.process, hit.name) for hit in hits]
-        save_figure(draw_members(history.parts(), marks), bench.out / "chaos.svg")
+        parts = read_history(bench.out / "elastic").parts()
+        save_figure(members.draw_hits(parts, hits), bench.out / "chaos.svg")
     return [row for row in rows.values() if row.injected]
-
-
-def _verdict(row: Row) -> str:
-    kept = f"{row.injected - len(row.broken)} of {row.injected}"
-    return "; ".join([kept, *row.broken])
 
 
 if __name__ == "__main__":
