@@ -211,7 +211,7 @@ def _elastic(
             row.measured = members.worst([x for x in hits if x.name == hit.name])
             print(f"{row.fault}: {row.verdict}, after {hit.back:.1f} s", flush=True)
     except BrokenError as error:
-        row = Row("elastic run", "goes on, ends with 0, all saved", "", injected=1)
+        row = Row("elastic run", "continues, ends with 0, all saved", "", injected=1)
         row.broken.append(str(error))
         rows["the run"] = row
     if hits:

@@ -25,12 +25,12 @@ GAP_SECONDS = 10.0  # Longest step of the others, on cores that all share.
 BACK_SECONDS = 120.0  # Longest return, beyond the time of the fault itself.
 NEARER = 0.5  # Distance from a peer's model, over that from the own old one.
 FARTHER = 4.0  # Times the peers' distances that the old model must be from them.
-_RETURNS = "the others go on, and it comes back with a peer's model"
+_RETURNS = "the others continue, and it comes back with a peer's model"
 PROMISES = {
     "kill": _RETURNS,
     "freeze": _RETURNS,
     "stuck": f"ends by itself after its deadline; {_RETURNS}",
-    "slow": "the others go on, and it goes on with its own model",
+    "slow": "the others continue, and it continues with its own model",
 }
 LIMIT = (
     f"{GAP_SECONDS:g} s for a step of the others; {BACK_SECONDS:g} s to return; "
