@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 
 from benches import goodput
 from benches.goodput_runs import GoodputRun, draw_goodput, time_to_loss
-from benches.results import check_at_least, check_pattern, write_results
+from benches.logged import start_logged
+from benches.results import check_at_least, check_new, check_pattern, write_results
 from train.cli.tables import markdown
 from train.figures.style import to_svg
 from train.job.namespaces import INTERFACE, EmulatedCluster, Nodes, in_cluster
@@ -104,10 +104,7 @@ class GoodputBench:
 
 def main(bench: GoodputBench) -> int:
     bench = dataclasses.replace(bench, out=bench.out.absolute())
-    if bench.out.exists():
-        raise ValueError(
-            f"{bench.out} already exists: choose another folder with --out"
-        )
+    check_new(bench.out)
     cluster = EmulatedCluster(nodes=bench.processes, rate=bench.rate)
     return in_cluster(cluster, lambda nodes: _bench(bench, nodes))
 
@@ -216,16 +213,9 @@ def _measure(
         is_slow = kills and number == count - 1
         pace = bench.pace * (bench.slow if is_slow else 1.0)
         process = nodes.worker(number, argv)
-        log: IO[Any] = (bench.out / f"{folder.name}-{number}.txt").open("a")
-        with log:
-            return subprocess.Popen(
-                process.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **process.env, **cache, "PACE": str(pace)},
-                start_new_session=True,
-            )
+        log = bench.out / f"{folder.name}-{number}.txt"
+        env = {**process.env, **cache, "PACE": str(pace)}
+        return start_logged(process.argv, log, env)
 
     chance = random.Random(bench.seed) if kills else None
     workers = _Workers(start, count, are_peers)

@@ -11,6 +11,21 @@ from train.job.signals import pass_stop_signals_to
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+def start_logged(
+    command: Sequence[str], log: Path, env: Mapping[str, str] = NOTHING
+) -> subprocess.Popen[bytes]:
+    """Starts a command in a session of its own; for the arguments see `run_logged`."""
+    with log.open("a") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | env,
+            start_new_session=True,
+        )
+
+
 def run_logged(
     command: Sequence[str], log: Path, env: Mapping[str, str] = NOTHING
 ) -> None:
@@ -25,22 +40,15 @@ def run_logged(
       SystemExit: if it fails, with the end of its output, or was stopped.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            env=os.environ | env,
-            start_new_session=True,
-        )
-        asked = []
+    process = start_logged(command, log, env)
+    asked = []
 
-        def stop(signum: int) -> None:
-            asked.append(signum)
-            process.send_signal(signum)
+    def stop(signum: int) -> None:
+        asked.append(signum)
+        process.send_signal(signum)
 
-        with pass_stop_signals_to(stop):
-            code = process.wait()
+    with pass_stop_signals_to(stop):
+        code = process.wait()
     if asked:
         raise SystemExit(128 + asked[0])
     if code:

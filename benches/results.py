@@ -22,6 +22,12 @@ def check_at_least(options: Any, **least: float) -> None:
             raise ValueError(f"{name} must be at least {value}, got {given}")
 
 
+def check_new(out: Path) -> None:
+    """Raises a ValueError if there is something in place of a new folder."""
+    if out.exists():
+        raise ValueError(f"{out} already exists: choose another folder with --out")
+
+
 def check_pattern(only: str) -> None:
     """Raises a ValueError if what chooses contestants is no regular expression."""
     try:

@@ -52,7 +52,6 @@ COMMANDS = {
     "export": Command("export a model as safetensors", "train.checkpoint", ("export",)),
     "dbench": Command("effect of the graph on accuracy", "train.dbench"),
     "replay": Command("repeat a run of peers, or vary it", "train.replay"),
-    "chaos": Command("inject random faults into real jobs", "train.chaos"),
     "bench": Command("speed against other libraries; in a checkout", "benches"),
 }
 
@@ -92,6 +91,7 @@ def main() -> None:
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "decentjax --help lists them"
+        hint = {"chaos": "in a checkout, run python -m benches.chaos"}.get(name, hint)
         print(f"error: decentjax has no command {name!r}: {hint}", file=sys.stderr)
         raise SystemExit(2)
     if not (PROGRAM / command.module.partition(".")[0]).exists():

@@ -136,9 +136,8 @@ def parts(line: str) -> list[str]:
     if separator:
         return [before, after]
     own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
-    harmed = re.fullmatch(rf"(.*decentjax chaos)( [^-]\S*)({own})(.*)", line)
-    if harmed:
-        return [harmed[1] + harmed[3], f"decentjax train{harmed[2]}{harmed[4]}"]
+    if harmed := re.fullmatch(rf"python -m benches.chaos ([^-]\S*){own}(.*)", line):
+        return [f"decentjax train {harmed[1]}{harmed[2]}"]
     own = r"(?:--processes|-n) \d+(?: --elastic)?"
     launched = re.fullmatch(rf"(.*decentjax launch {own}) (\S+)(.*)", line)
     if launched is None:

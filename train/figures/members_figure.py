@@ -47,15 +47,8 @@ def spans(life: Lifetime) -> list[tuple[float, float]]:
     return [(start, end) for start, end in found]
 
 
-def draw_members(
-    runs: Sequence[History], marks: Sequence[tuple[float, int, str]] = ()
-) -> Figure:
-    """Draws when each process trained, and below it their losses, by time.
-
-    Args:
-      runs: the processes.
-      marks: faults to mark: time in seconds since 1970, process and name.
-    """
+def draw_members(runs: Sequence[History]) -> Figure:
+    """Draws when each process trained, and below it their losses, by time."""
     of_runs = [lives(run) for run in runs]
     first = min(life[0][0] for of_run in of_runs for life in of_run)
     figure, ((who,), (loss,)) = grid(
@@ -64,8 +57,6 @@ def draw_members(
     for place, of_run in enumerate(of_runs):
         for life in of_run:
             _draw_life(who, loss, life, place, first, is_last=life is of_run[-1])
-    for time, place, name in marks:
-        who.annotate(name, (time - first, place - 0.32), fontsize=7, ha="center")
     names = [run.folder.name.replace("-", " ") for run in runs]
     who.set_yticks(range(len(runs)), names)
     who.set_ylim(len(runs) - 0.4, -0.6)

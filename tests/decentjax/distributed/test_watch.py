@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benches.chaos.planted import ChaosOrder, give, plant, taken
 from decentjax import distributed
 from decentjax.distributed import watch
 from decentjax.distributed.deadline import (
@@ -32,7 +33,6 @@ from decentjax.distributed.deadline import (
 from decentjax.distributed.watch import StepWatch
 from decentjax.process import phases
 from tests.jobs import LONG, ended, launch, of_run, read_until, started
-from train.chaos.planted import ChaosOrder, give, plant, taken
 
 INF = math.inf
 

@@ -14,17 +14,17 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
+from benches.chaos import jobs, members
+from benches.chaos.__main__ import Row, main, separated
+from benches.chaos.faults import Bench
+from benches.chaos.jobs import BrokenError, JobUnderTest, arrays, saved
+from benches.chaos.planted import sketch
 from tests import line
 from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import LONG, started
 from tests.machines import needs_root
-from train.chaos import jobs, members
-from train.chaos.__main__ import Row, main, separated
-from train.chaos.faults import Bench
-from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
-from train.chaos.planted import sketch
-from train.figures.members_figure import draw_members, lives, spans
+from train.figures.members_figure import lives, spans
 from train.report import write_report
 from train.run.history import History
 from train.run.loop import train
@@ -32,7 +32,8 @@ from train.store.checkpoints import find_checkpoints
 
 
 def run_python(code, tmp_path):
-    return JobUnderTest([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt")
+    log = tmp_path / f"{len(code)}.txt"
+    return JobUnderTest([sys.executable, "-c", code], tmp_path, log)
 
 
 def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
@@ -92,14 +93,15 @@ def test_other_numbers_are_a_broken_promise(run_dir, tmp_path):
         bench.check_saved(tmp_path)
 
 
+CHAOS = (sys.executable, "-m", "benches.chaos")
 OPTIONS = ["--processes", "2", "--steps", "12", "--task.step-seconds", "0.1"]
 
 
 @pytest.mark.slow
 @needs_root
 def test_a_job_that_cannot_start_is_a_sentence(tmp_path):
-    command = module("train.chaos", "tests/line.py", "--out", tmp_path / "chaos")
-    with started(*command, "--workers.num-workers", "5") as chaos:
+    options = ("--out", str(tmp_path / "chaos"), "--workers.num-workers", "5")
+    with started(*CHAOS, "tests/line.py", *options) as chaos:
         output, _ = chaos.communicate(timeout=LONG)
     assert chaos.returncode == 1
     (said,) = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -115,8 +117,7 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
     out = tmp_path / "chaos"
     faults = ["kill", "partition", "full-disk"]
     own = ("--faults", *faults, "--minutes", "1.2", "--out", str(out))
-    command = module("train.chaos", "tests/line.py", *OPTIONS, *own)
-    with started(*command) as job:
+    with started(*CHAOS, "tests/line.py", *OPTIONS, *own) as job:
         output, _ = job.communicate(timeout=5 * LONG)
     assert job.returncode == 0, output
     rows = json.loads((out / "chaos.json").read_text())["rows"]
@@ -135,18 +136,20 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--faults", "--minutes", "1"], "chaos needs faults and minutes"),
-        (["--minutes", "0"], "chaos needs faults and minutes"),
-        (["--processes", "1"], "at least 2 processes and 6 steps, got 1"),
-        (["--steps", "5"], "at least 2 processes and 6 steps"),
+        (["--faults", "--minutes", "1"], "--faults must be at least one, got none"),
+        (["--faults", "kil"], "--faults must be one of 'kill', .* mean 'kill'"),
+        (["--minutes", "0"], "--minutes must be at least 0.01, got 0"),
+        (["--processes", "1"], "--processes must be at least 2, got 1"),
+        (["--steps", "5"], "--steps must be at least 6, got 5"),
         (["--out", "."], r"\. already exists: choose another folder"),
+        (["--help"], "example: `python -m benches.chaos quickstart --faults kill"),
     ],
 )
-def test_wrong_options_are_refused(options, words, capsys):
+def test_wrong_options_are_refused_and_help_has_an_example(options, words, capsys):
     with pytest.raises(SystemExit) as error:
         main(["tests/line.py", *options])
-    said = f"{error.value} {capsys.readouterr().err}".replace("│", " ")
-    assert re.search(words, " ".join(said.split()))
+    said = "".join([str(error.value), *capsys.readouterr()]).replace("│", " ")
+    assert re.search(words, " ".join(said.split()), re.IGNORECASE)
 
 
 def life(began, *rows):
@@ -167,7 +170,7 @@ def test_a_process_trained_from_its_start_to_its_end_but_for_gaps():
     one, two = lives(history)
     assert spans(one) == [(101.0, 103.0)]
     assert spans(two) == [(201.0, 202.0), (217.0, 218.0)]
-    figure = draw_members([history], [(103.0, 0, "kill")])
+    figure = members.draw_hits([history], [hit()])
     assert [text.get_text() for text in figure.axes[0].texts] == ["kill"]
 
 
@@ -180,7 +183,7 @@ def test_faults_may_be_separated_by_commas():
 BUGGY = """
 import sys
 
-is_chaos = "train.chaos" in sys.orig_argv
+is_chaos = "benches.chaos" in sys.orig_argv
 """
 KEEPS_ITS_OWN = """
 from train.run.peer_run import Joiner
@@ -312,9 +315,8 @@ def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
     options += ("--workers.workers-per-node", "1", "--topology.name", "ring")
     config = "tests/drift.py" if "elastic" in fault else "tests/job_line.py"
     options += ("--task.step-seconds", "0.05")
-    command = module("train.chaos", config, *own, *options)
     path = os.pathsep.join([str(tmp_path / "bug"), str(ROOT)])
-    with started(*command, PYTHONPATH=path) as job:
+    with started(*CHAOS, config, *own, *options, PYTHONPATH=path) as job:
         output, _ = job.communicate(timeout=5 * LONG)
     assert job.returncode == 1, output
     rows = json.loads((out / "chaos.json").read_text())["rows"]

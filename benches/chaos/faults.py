@@ -1,28 +1,27 @@
 """The faults: each is done to a real job, whose promise is measured and compared."""
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import numpy as np
 
-from decentjax.distributed.deadline import LONG, LONG_TIMES
-from train.chaos.jobs import (
+from benches.chaos.jobs import (
     BrokenError,
     JobUnderTest,
     MissedError,
     arrays,
-    has_traceback,
     module,
     saved,
 )
-from train.chaos.planted import ChaosOrder, Hang, give, plant, taken
+from benches.chaos.planted import ChaosOrder, Hang, give, plant, taken
+from decentjax.distributed.deadline import LONG, LONG_TIMES
 from train.job.namespaces import Nodes
 from train.store.checkpoints import find_checkpoints
 from train.store.manifest import MANIFEST, OTHERS
@@ -34,8 +33,9 @@ STUCK_IN = ("reading", "computing", "in on_step", "saving")
 STALL_SECONDS, SLOW_SECONDS = 1.0, 4.0
 NOT_FINITE, LATE = 71, 72
 DISK_BYTES = 64 * 2**20
-AGAIN = "warning: restart 1 of"
-_LIBC = ctypes.CDLL(None, use_errno=True)
+RESTART = "warning: restart"
+AGAIN = f"{RESTART} 1 of"
+IN_TIME = "--distributed.step-deadline", str(DEADLINE)
 
 
 class Bench(NamedTuple):
@@ -58,15 +58,25 @@ class Bench(NamedTuple):
     wanted: tuple[int, str] | None = None
 
     def launch(
-        self, name: str, *options: str, folder: Path | None = None
+        self,
+        name: str,
+        *options: str,
+        launcher: Sequence[str] = (),
+        folder: Path | None = None,
     ) -> JobUnderTest:
-        """A job by the launcher; options before -- are its own."""
+        """A job by the launcher.
+
+        Args:
+          name: name of its output and, by default, of its run.
+          *options: further options of `train`.
+          launcher: further options of the launcher.
+          folder: folder of its run.
+        """
         run_dir = folder or self.out / name
-        place = options.index("--") if "--" in options else 0
-        own, more = options[:place], [x for x in options[place:] if x != "--"]
-        processes = ("--processes", str(self.processes), *own)
-        run = (*self.config, "--run-dir", str(run_dir), *more)
-        return self._job(run_dir, name, "train.launch", *processes, *run)
+        processes = ("--processes", str(self.processes), *launcher)
+        run = (*self.config, "--run-dir", str(run_dir), *options)
+        argv = module("train.launch", *processes, *run)
+        return JobUnderTest(argv, run_dir, self.out / f"{name}.txt")
 
     def planted(self, name: str) -> "Bench":
         """The same, with a config that obeys orders in the folder of `orders`."""
@@ -79,13 +89,14 @@ class Bench(NamedTuple):
         return self.out / f"orders-{name}"
 
     def resume(self, name: str, run_dir: Path) -> JobUnderTest:
-        """The same job, resumed."""
-        processes = ("--processes", str(self.processes))
-        run = (*self.config, "--run-dir", str(run_dir), "--auto-resume")
-        return self._job(run_dir, f"{name}-resumed", "train.launch", *processes, *run)
+        """The job of a run, resumed."""
+        return self.launch(f"{name}-resumed", "--auto-resume", folder=run_dir)
 
-    def _job(self, run_dir: Path, name: str, *argv: str) -> JobUnderTest:
-        return JobUnderTest(module(*argv), run_dir, self.out / f"{name}.txt")
+    def check_resumed(self, name: str, run_dir: Path) -> None:
+        """Resumes a run, and raises where it does not end as the undisturbed one."""
+        with self.resume(name, run_dir) as job:
+            job.end(0)
+        self.check_saved(run_dir)
 
     def check_saved(self, run_dir: Path) -> None:
         """Raises where a run did not end as the undisturbed one, bit for bit."""
@@ -116,13 +127,6 @@ def save_every(num_steps: int) -> int:
     return max(1, num_steps // 6)
 
 
-def reference(bench: Bench) -> Bench:
-    """Runs the job undisturbed, and returns the bench with what it has saved."""
-    with bench.launch("reference") as job:
-        job.end(0)
-    return bench._replace(wanted=saved(bench.out / "reference"))
-
-
 def _middle(bench: Bench, draw: random.Random) -> int:
     """A step that is not among the last, and after which no checkpoint follows soon.
 
@@ -132,9 +136,28 @@ def _middle(bench: Bench, draw: random.Random) -> int:
     return draw.randint(0, 3) * every + draw.randint(1, max(1, every // 2))
 
 
-def _restarting(bench: Bench, name: str) -> JobUnderTest:
-    limit = ("--distributed.step-deadline", str(DEADLINE))
-    return bench.launch(name, "--max-restarts", str(RESTARTS), "--", *limit)
+@contextlib.contextmanager
+def _restarting(bench: Bench, name: str, draw: random.Random) -> Iterator[JobUnderTest]:
+    """A job in its middle, which may start again and must end as if undisturbed."""
+    launcher = ("--max-restarts", str(RESTARTS))
+    with bench.launch(name, *IN_TIME, launcher=launcher) as job:
+        job.reach(_middle(bench, draw))
+        yield job
+        job.end(0)
+    bench.check_saved(bench.out / name)
+
+
+@contextlib.contextmanager
+def _hanging(
+    bench: Bench, name: str, draw: random.Random, order: ChaosOrder
+) -> Iterator[tuple[JobUnderTest, int]]:
+    """The same, of which a process hangs, and its number."""
+    bench = bench.planted(name)
+    with _restarting(bench, name, draw) as job:
+        orders, process = bench.orders(name), draw.randrange(bench.processes)
+        give(orders, process, order)
+        job.until(lambda: taken(orders, process) is not None, f"hang in {order.phase}")
+        yield job, process
 
 
 def _target(job: JobUnderTest, draw: random.Random) -> int:
@@ -145,98 +168,69 @@ def _target(job: JobUnderTest, draw: random.Random) -> int:
     return draw.choice(processes)[1]
 
 
-def _signalled(bench: Bench, name: str, draw: random.Random, number: int) -> float:
-    """Seconds from a signal to a process until the job has ended, to start again."""
-    with _restarting(bench, name) as job:
-        job.reach(_middle(bench, draw))
-        os.kill(_target(job, draw), number)
-        seconds = job.says(AGAIN)
-        job.end(0)
-    bench.check_saved(bench.out / name)
-    return seconds
-
-
 def kill(bench: Bench, name: str, draw: random.Random) -> float:
-    return _signalled(bench, name, draw, signal.SIGKILL)
+    """Seconds until the job has ended, to start again."""
+    with _restarting(bench, name, draw) as job:
+        os.kill(_target(job, draw), signal.SIGKILL)
+        return job.says(AGAIN)
 
 
 def freeze(bench: Bench, name: str, draw: random.Random) -> float:
-    seconds = _signalled(bench, name, draw, signal.SIGSTOP)
-    output = (bench.out / f"{name}.txt").read_text(errors="replace")
-    _check_words(output, "gives no sign")
+    with _restarting(bench, name, draw) as job:
+        os.kill(_target(job, draw), signal.SIGSTOP)
+        seconds = job.says(AGAIN)
+    _check_words(job.output, "gives no sign")
     return seconds - DEADLINE
 
 
 def stall(bench: Bench, name: str, draw: random.Random) -> float:
-    with _restarting(bench, name) as job:
-        job.reach(_middle(bench, draw))
+    with _restarting(bench, name, draw) as job:
         target = _target(job, draw)
         os.kill(target, signal.SIGSTOP)
         time.sleep(STALL_SECONDS)
         os.kill(target, signal.SIGCONT)
-        output = job.end(0)
-    bench.check_saved(bench.out / name)
-    return output.count("warning: restart")
-
-
-def _ordered(
-    bench: Bench, name: str, draw: random.Random, job: JobUnderTest, order: ChaosOrder
-) -> int:
-    """Orders a process to hang, and returns its number once it does."""
-    process = draw.randrange(bench.processes)
-    orders = bench.orders(name)
-    give(orders, process, order)
-    job.until(lambda: taken(orders, process) is not None, f"hang in {order.phase}")
-    return process
+    return job.output.count(RESTART)
 
 
 def stuck(bench: Bench, name: str, draw: random.Random) -> float:
     """A process hangs in a phase, asleep or with Python's lock."""
-    bench = bench.planted(name)
     phase, how = draw.choice(STUCK_IN), draw.choice(get_args(Hang))
-    with _restarting(bench, name) as job:
-        job.reach(_middle(bench, draw))
-        process = _ordered(bench, name, draw, job, ChaosOrder(phase, 1e6, how=how))
+    order = ChaosOrder(phase, 1e6, how=how)
+    with _hanging(bench, name, draw, order) as (job, process):
         seconds = job.says(AGAIN)
-        output = job.end(0)
     late = "gives no sign" if how == "locked" else f"is late: {phase}, step"
-    _check_words(output, f"process {process} {late}")
-    bench.check_saved(bench.out / name)
+    _check_words(job.output, f"process {process} {late}")
     return seconds - DEADLINE * (LONG_TIMES if phase in LONG else 1)
 
 
 def slow(bench: Bench, name: str, draw: random.Random) -> float:
     """A process is slow at a step, and others wait for it."""
-    bench = bench.planted(name)
-    with _restarting(bench, name) as job:
-        job.reach(_middle(bench, draw))
-        process = _ordered(bench, name, draw, job, ChaosOrder("reading", SLOW_SECONDS))
-        output = job.end(0)
-    _check_words(output, f"others wait: process {process} is late: reading")
-    bench.check_saved(bench.out / name)
-    return output.count("warning: restart")
+    order = ChaosOrder("reading", SLOW_SECONDS)
+    with _hanging(bench, name, draw, order) as (job, process):
+        pass
+    _check_words(job.output, f"others wait: process {process} is late: reading")
+    return job.output.count(RESTART)
 
 
 def sigterm(bench: Bench, name: str, draw: random.Random) -> float:
+    seconds = _stopped(bench, name, draw)
+    bench.check_resumed(name, bench.out / name)
+    return seconds
+
+
+def _stopped(bench: Bench, name: str, draw: random.Random) -> float:
+    """Seconds from SIGTERM to the end of a job."""
     with bench.launch(name) as job:
         job.reach(_middle(bench, draw))
         job.popen.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        output = job.end(0)
-        seconds = time.monotonic() - began
-    _check_words(output, "stopped after step")
-    with bench.resume(name, bench.out / name) as job:
-        job.end(0)
-    bench.check_saved(bench.out / name)
-    return seconds
+        _check_words(job.end(0), "stopped after step")
+        return time.monotonic() - began
 
 
 def corrupt(bench: Bench, name: str, draw: random.Random) -> float:
     """A byte of the newest checkpoint changes: no number may come from it."""
-    with bench.launch(name) as job:
-        job.reach(_middle(bench, draw))
-        job.popen.send_signal(signal.SIGTERM)
-        job.end(0)
+    _stopped(bench, name, draw)
     steps = find_checkpoints(bench.out / name).steps
     newest = steps[max(steps)]
     # The other files say nothing of the numbers.
@@ -253,16 +247,14 @@ def corrupt(bench: Bench, name: str, draw: random.Random) -> float:
     bench.check_saved(bench.out / name)
     # What a damaged manifest names instead is up to the damage.
     word = "checkpoint" if file.name == MANIFEST else file.name
-    is_named = str(max(steps)) in output and word in output
-    return 0 if is_named else 1
+    return int(str(max(steps)) not in output or word not in output)
 
 
 def full_disk(bench: Bench, name: str, draw: random.Random) -> float:
     disk = bench.out / f"{name}-disk"
     disk.mkdir()
-    options = f"size={DISK_BYTES}".encode()
-    if _LIBC.mount(b"tmpfs", str(disk).encode(), b"tmpfs", 0, options):
-        raise OSError(ctypes.get_errno(), "mount")
+    size = ("-o", f"size={DISK_BYTES}")
+    subprocess.run(["mount", "-t", "tmpfs", *size, "tmpfs", disk], check=True)
     run_dir, filler = disk / "run", disk / "filler"
     with bench.launch(name, folder=run_dir) as job:
         job.reach(_middle(bench, draw))
@@ -273,51 +265,34 @@ def full_disk(bench: Bench, name: str, draw: random.Random) -> float:
         _check_words(job.end(None), "no space left", "error: ")
         seconds = time.monotonic() - began
     filler.unlink()
-    if not find_checkpoints(run_dir).steps:  # It was full before the first save.
-        return seconds
-    with bench.resume(name, run_dir) as job:
-        job.end(0)
-    bench.check_saved(run_dir)
+    if find_checkpoints(run_dir).steps:  # It was not full before the first save.
+        bench.check_resumed(name, run_dir)
     return seconds
 
 
 def nan(bench: Bench, name: str, draw: random.Random) -> float:
     """The number of saved arrays that are not finite."""
     del draw
-    with bench.launch(name, "--", "--optimizer.learning-rate", "1e38") as job:
+    with bench.launch(name, "--optimizer.learning-rate", "1e38") as job:
         output = job.end(NOT_FINITE)
     _check_words(output, "is not finite at step")
-    found = [
-        x
-        for path in find_checkpoints(bench.out / name).steps.values()
-        for x in arrays(path).values()
-    ]
+    saves = find_checkpoints(bench.out / name).steps.values()
+    found = [x for path in saves for x in arrays(path).values()]
     floats = [x for x in found if np.issubdtype(x.dtype, np.floating)]
     return sum(not np.isfinite(x).all() for x in floats)
 
 
 def partition(bench: Bench, name: str, draw: random.Random) -> float:
     """A node's link goes down, and later up again."""
-    run_dir = bench.out / name
-    limit = ("--distributed.enabled", "--distributed.step-deadline", str(DEADLINE))
+    run_dir, jobs = bench.out / name, list[JobUnderTest]()
+    run = (*bench.config, "--run-dir", str(run_dir), "--distributed.enabled", *IN_TIME)
     node = draw.randrange(bench.processes)
-
-    def start(*argv: str) -> list[JobUnderTest]:
-        workers = [
-            bench.nodes.worker(i, module("train", *argv))
-            for i in range(bench.processes)
-        ]
-        return [
-            JobUnderTest(
-                one.argv, run_dir, bench.out / f"{name}-{i}.txt", dict(one.env)
-            )
-            for i, one in enumerate(workers)
-        ]
-
     with contextlib.ExitStack() as stack:
-        jobs = start(*bench.config, "--run-dir", str(run_dir), *limit)
-        for job in jobs:
-            stack.enter_context(job)
+        for number in range(bench.processes):
+            one = bench.nodes.worker(number, module("train", *run))
+            log = bench.out / f"{name}-{number}.txt"
+            job = JobUnderTest(one.argv, run_dir, log, one.env)
+            jobs.append(stack.enter_context(job))
         jobs[0].reach(_middle(bench, draw))
         bench.nodes.set_link(node, up=False)
         began = time.monotonic()
@@ -328,9 +303,7 @@ def partition(bench: Bench, name: str, draw: random.Random) -> float:
         finally:
             bench.nodes.set_link(node, up=True)
     if find_checkpoints(run_dir).steps:
-        with bench.resume(name, run_dir) as job:
-            job.end(0)
-        bench.check_saved(run_dir)
+        bench.check_resumed(name, run_dir)
     return seconds - DEADLINE
 
 
@@ -339,39 +312,27 @@ def _check_words(output: str, *words: str) -> None:
     for word in words:
         if word.lower() not in output.lower():
             raise BrokenError(f"did not say {word!r}")
-    if has_traceback(output):
+    if "Traceback (most recent call last)" in output:
         raise BrokenError("shows a traceback")
 
 
 SAME = "as if undisturbed, bit for bit"
+STARTED, RESUMED = f"started again, ends {SAME}", f"resumed, it ends {SAME}"
 BEYOND = f"s beyond the deadline of {DEADLINE} s"
+SAVING = f"{BEYOND}, ten times as long to save"
 FAULTS = {
     "kill": Fault(f"ends, starts again, and ends {SAME}", 5, "s to the end", kill),
-    "freeze": Fault(
-        f"is named and given up; started again, ends {SAME}", 7, BEYOND, freeze
-    ),
+    "freeze": Fault(f"is named and given up; {STARTED}", 7, BEYOND, freeze),
     "stall": Fault(f"is waited for, and ends {SAME}", 0, "restarts", stall),
     "stuck": Fault(
-        f"is named with its phase and given up; started again, ends {SAME}",
-        7,
-        f"{BEYOND}, ten times as long to save",
-        stuck,
+        f"is named with its phase and given up; {STARTED}", 7, SAVING, stuck
     ),
     "slow": Fault(f"is named and waited for, and ends {SAME}", 0, "restarts", slow),
-    "partition": Fault(
-        f"all end with a reason; resumed, it ends {SAME}", 10, BEYOND, partition
-    ),
+    "partition": Fault(f"all end with a reason; {RESUMED}", 10, BEYOND, partition),
     "corrupt": Fault(
-        f"the damaged file is named; resumed, it ends {SAME}",
-        0,
-        "damaged and not named",
-        corrupt,
+        f"the damaged file is named; {RESUMED}", 0, "damaged and not named", corrupt
     ),
-    "full-disk": Fault(
-        f"ends with a reason; resumed, it ends {SAME}", 30, "s to the end", full_disk
-    ),
-    "sigterm": Fault(
-        f"saves and ends with 0; resumed, it ends {SAME}", 20, "s to the end", sigterm
-    ),
+    "full-disk": Fault(f"ends with a reason; {RESUMED}", 30, "s to the end", full_disk),
+    "sigterm": Fault(f"saves and ends with 0; {RESUMED}", 20, "s to the end", sigterm),
     "nan": Fault("ends with 71 and a name", 0, "such arrays saved", nan),
 }

@@ -5,15 +5,18 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from train.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
-from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
-from train.chaos.planted import ChaosOrder, SketchedModel, give, models, taken
+from benches.chaos.faults import DEADLINE, IN_TIME, SLOW_SECONDS, Bench
+from benches.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
+from benches.chaos.planted import ChaosOrder, SketchedModel, give, models, taken
+from train.figures.members_figure import draw_members, lives
+from train.run.history import History
 from train.store.checkpoints import find_checkpoints
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
@@ -22,12 +25,12 @@ GAP_SECONDS = 10.0  # Longest step of the others, on cores that all share.
 BACK_SECONDS = 120.0  # Longest return, beyond the time of the fault itself.
 NEARER = 0.5  # Distance from a peer's model, over that from the own old one.
 FARTHER = 4.0  # Times the peers' distances that the old model must be from them.
-_RETURNS = "the others go on, and it comes back with a peer's model"
+_RETURNS = "the others continue, and it comes back with a peer's model"
 PROMISES = {
     "kill": _RETURNS,
     "freeze": _RETURNS,
     "stuck": f"ends by itself after its deadline; {_RETURNS}",
-    "slow": "the others go on, and it goes on with its own model",
+    "slow": "the others continue, and it continues with its own model",
 }
 LIMIT = (
     f"{GAP_SECONDS:g} s for a step of the others; {BACK_SECONDS:g} s to return; "
@@ -70,51 +73,33 @@ class Hit(NamedTuple):
             parts.append(f"it came back with another model, {self.nearer:.2f} x")
         return "; ".join(parts)
 
-    @property
-    def said(self) -> str:
-        """What was measured."""
-        moved = "" if np.isnan(self.nearer) else f", {self.nearer:.2f} x"
-        return (
-            f"back after {self.back:.1f} s, the others' longest step {self.gap:.1f} s"
-            + moved
-        )
-
 
 def run(
-    bench: Bench,
-    faults: list[str],
-    seconds: float,
-    draw: random.Random,
-    hits: list[Hit],
-) -> None:
-    """Trains for some seconds, with one fault at a time, which it adds to `hits`.
+    bench: Bench, faults: list[str], seconds: float, draw: random.Random
+) -> Iterator[Hit]:
+    """Trains for some seconds, and yields the faults, one at a time.
 
     Raises:
       BrokenError: if the run does not begin, or does not end well.
     """
     bench = bench.planted("elastic")
-    elastic = ("--elastic", "--", "--num-steps", str(ENDLESS))
-    ring = ("--topology.name", "ring", "--exchange.silent-seconds", str(SILENT))
-    limit = ("--distributed.step-deadline", str(DEADLINE))
-    with bench.launch("elastic", *elastic, *ring, *limit) as job:
+    options = ("--num-steps", str(ENDLESS), "--topology.name", "ring", *IN_TIME)
+    options += ("--exchange.silent-seconds", str(SILENT))
+    with bench.launch("elastic", *options, launcher=["--elastic"]) as job:
         for number in range(bench.processes):
             job.reach(2, _folder(job, number))
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             name, target = draw.choice(faults), draw.randrange(bench.processes)
-            hits.append(_Fault(bench, job, name, target).hit())
-            print(f"elastic, {name} of process {target}: {hits[-1].said}", flush=True)
+            yield _Fault(bench, job, name, target).hit()
             time.sleep(draw.uniform(1, 4))
         job.popen.send_signal(signal.SIGTERM)
         job.end(0)
         for number in range(bench.processes):
             folder = _folder(job, number)
             saved = max(find_checkpoints(folder).steps, default=0)
-            if saved < last_step(folder):
-                raise BrokenError(
-                    f"process {number} has trained {last_step(folder)} steps, and "
-                    f"saved {saved}"
-                )
+            if saved < (done := last_step(folder)):
+                raise BrokenError(f"process {number} did {done} steps, saved {saved}")
 
 
 class _Fault:
@@ -140,8 +125,7 @@ class _Fault:
           BrokenError: if the run ends, or the process never trains again.
         """
         job, target = self._job, self._target
-        pid = job.processes().get(target)
-        if pid is None:
+        if (pid := job.processes().get(target)) is None:
             raise BrokenError(f"process {target} was not started again")
         if self._name in ("stuck", "slow"):
             seconds = SLOW_SECONDS if self._name == "slow" else 1e6
@@ -160,8 +144,7 @@ class _Fault:
         is_named = job.output.count(f"process {target} is late: ") > named
         if self._name == "stuck" and not is_named:
             wrong = "it was not named"
-        back = first.time - at
-        return Hit(self._name, target, at, back, self._gap, nearer, wrong)
+        return Hit(self._name, target, at, first.time - at, self._gap, nearer, wrong)
 
     def _until_back(self, before: SketchedModel, pid: int) -> SketchedModel:
         """Waits for the first model after the fault, and measures the others."""
@@ -225,6 +208,16 @@ def _distance(model: SketchedModel, other: SketchedModel) -> float:
 
 def _folder(job: JobUnderTest, number: int) -> Path:
     return job.run_dir / f"process-{number}"
+
+
+def draw_hits(parts: Sequence[History], hits: Sequence[Hit]) -> Figure:
+    """Draws when each process trained, and the faults of each."""
+    figure = draw_members(parts)
+    first = min(life[0][0] for part in parts for life in lives(part))
+    for hit in hits:
+        place = hit.time - first, hit.process - 0.32
+        figure.axes[0].annotate(hit.name, place, fontsize=7, ha="center")
+    return figure
 
 
 def worst(hits: Sequence[Hit]) -> str:

@@ -4,12 +4,11 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +16,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from benches.chaos.planted import number_in
+from benches.logged import NOTHING, start_logged
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 
@@ -47,18 +48,10 @@ class JobUnderTest(contextlib.AbstractContextManager):
         argv: Sequence[str],
         run_dir: Path,
         log: Path,
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] = NOTHING,
     ):
         self.run_dir, self._log = run_dir, log
-        with log.open("w") as output:
-            self.popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
+        self.popen = start_logged(argv, log, env)
 
     def __enter__(self) -> Self:
         return self
@@ -116,9 +109,9 @@ class JobUnderTest(contextlib.AbstractContextManager):
             with contextlib.suppress(OSError, ValueError):
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
                 words = (path / "cmdline").read_text(errors="replace").split("\0")
-                if parent == self.popen.pid and "--distributed.process-id" in words:
-                    place = words.index("--distributed.process-id") + 1
-                    found[int(words[place])] = int(path.name)
+                number = number_in(words) if parent == self.popen.pid else None
+                if number is not None:
+                    found[number] = int(path.name)
         return found
 
     def wait(self, seconds: float = LONGEST) -> int:
@@ -196,8 +189,3 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
         found = reader.restore(folder, restore_args=how)
     leaves = jax.tree.leaves_with_path(found)
     return {jax.tree_util.keystr(name): np.asarray(x) for name, x in leaves}
-
-
-def has_traceback(output: str) -> bool:
-    """Whether a user would see one."""
-    return bool(re.search(r"Traceback \(most recent call last\)", output))

@@ -17,6 +17,7 @@ import numpy as np
 
 from decentjax import WorkerState
 from decentjax.process import phases
+from train.plain_files import write_whole
 
 Hang = Literal["asleep", "locked"]
 SKETCH_SIZE = 64
@@ -24,19 +25,14 @@ READ_BYTES = 2**20  # Of the newest models of a process, some 700 of them.
 CONFIG = """\
 import dataclasses
 from pathlib import Path
-
-from train.chaos import planted
+from benches.chaos import planted
 from train.cli.load import load_config
-
-config = load_config(Path({config!r}))
-planted.obey({folder!r})
-
 
 def on_step(step, state, metrics):
     planted.record({folder!r}, step, state)
 
-
-config = dataclasses.replace(config, on_step=on_step)
+config = dataclasses.replace(load_config(Path({config!r})), on_step=on_step)
+planted.obey({folder!r})
 """
 
 
@@ -89,23 +85,13 @@ def plant(config: str, folder: Path, path: Path) -> Path:
 
 def give(folder: Path, process: int, order: ChaosOrder) -> None:
     """Orders a process to hang, once."""
-    _write(folder / f"order-{process}", order)
+    write_whole(folder / f"order-{process}", json.dumps(order))
 
 
-def _write(path: Path, row: Sequence[Any]) -> None:
-    """Writes JSON as a whole: another process may be reading."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(row))
-    part.replace(path)
-
-
-def taken(folder: Path, process: int) -> tuple[float, int] | None:
+def taken(folder: Path, process: int) -> list[float] | None:
     """When a process has begun to hang, and at which step; None if it has not."""
     path = folder / f"taken-{process}"
-    if not path.exists():
-        return None
-    when, step = json.loads(path.read_text())
-    return when, step
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def models(folder: Path, process: int) -> list[SketchedModel]:
@@ -124,7 +110,7 @@ def models(folder: Path, process: int) -> list[SketchedModel]:
 
 def obey(folder: str) -> None:
     """Makes this process hang where it is ordered to; called by a planted config."""
-    if (process := _own_number()) is None:
+    if (process := number_in(sys.argv)) is None:
         return
     note: Any = phases.note
     order = Path(folder, f"order-{process}")
@@ -142,7 +128,7 @@ def obey(folder: str) -> None:
 def _hang(order: ChaosOrder, path: Path) -> None:
     path.unlink()
     now = time.time(), phases.now().step
-    _write(path.with_name(path.name.replace("order", "taken")), now)
+    write_whole(path.with_name(path.name.replace("order", "taken")), json.dumps(now))
     if order.how == "asleep":
         time.sleep(order.seconds)
     else:
@@ -151,7 +137,7 @@ def _hang(order: ChaosOrder, path: Path) -> None:
 
 def record(folder: str, step: int, state: WorkerState) -> None:
     """Records the model of this process's first worker; called after each step."""
-    if (process := _own_number()) is not None:
+    if (process := number_in(sys.argv)) is not None:
         row = time.time(), os.getpid(), step, sketch(state.params).tolist()
         with Path(folder, f"models-{process}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -169,9 +155,8 @@ def sketch(params: Any) -> np.ndarray:
     return total
 
 
-def _own_number() -> int | None:
-    """Number of this process; None for one that reads a config only."""
-    words = sys.argv
+def number_in(words: Sequence[str]) -> int | None:
+    """The number of the process of a command line; None for one that starts others."""
     if "--distributed.process-id" not in words:
         return None
     return int(words[words.index("--distributed.process-id") + 1])

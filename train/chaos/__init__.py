@@ -1,1 +1,0 @@
-"""Faults on purpose: real jobs, real signals, and whether the promises hold."""
