@@ -1,8 +1,6 @@
 """Figures of runs: losses, scores and throughput."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,8 +13,6 @@ from train.run.history import History
 from train.store.log import PER_SECOND
 
 X_AXES = {"step": "step", "seconds": "time [s]"}
-# Among the scores of runs that count them.
-MORE_AXES = {"environment_steps": "environment steps per worker"}
 
 
 def draw_losses(runs: Sequence[History]) -> Figure:
@@ -25,15 +21,10 @@ def draw_losses(runs: Sequence[History]) -> Figure:
 
 
 def draw_evaluations(runs: Sequence[History]) -> Figure | None:
-    """Draws the main held-out score by step and by time; None where no run has any.
-
-    Also by environment steps, where a run has counted them.
-    """
-    rows = [row["mean_model"] for run in runs for row in run.evaluations()]
-    if not rows:
+    """Draws the main held-out score by step and by time; None where no run has any."""
+    if not any(run.evaluations() for run in runs):
         return None
-    more = {x: label for x, label in MORE_AXES.items() if any(x in row for row in rows)}
-    return _by_step_and_time(runs, _draw_scores, more)
+    return _by_step_and_time(runs, _draw_scores)
 
 
 def draw_consensus(runs: Sequence[History]) -> Figure:
@@ -74,17 +65,11 @@ def draw_mixed(runs: Sequence[History]) -> Figure:
 
 
 def _by_step_and_time(
-    runs: Sequence[History],
-    draw: Callable[[Axes, History, str, str], None],
-    more: Mapping[str, str] = MappingProxyType({}),
+    runs: Sequence[History], draw: Callable[[Axes, History, str, str], None]
 ) -> Figure:
-    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes.
-
-    `more` has the labels of further axes, by the name of what they are against.
-    """
-    x_axes = {**X_AXES, **more}
-    figure, axes = grid(1, len(x_axes), 5 * len(x_axes), 3.4)
-    for axis, (against, label) in zip(axes[0], x_axes.items(), strict=True):
+    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes."""
+    figure, axes = grid(1, 2, 10, 3.4)
+    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
         for number, run in enumerate(runs):
             draw(axis, run, against, f"C{number}")
         axis.set_xlabel(label)
@@ -106,8 +91,7 @@ def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
     if not rows:  # It keeps its color, as in the figure of the losses.
         return
     name: str = run.facts.get("headline") or next(iter(rows[0]["mean_model"]))
-    # A score may be called as a column of the row.
-    x = [(row["mean_model"] | row).get(against, math.nan) for row in rows]
+    x = [row[against] for row in rows]
     mean = [row["mean_model"][name] for row in rows]
     workers = [[scores[name] for scores in row["workers"]] for row in rows]
     axis.plot(x, mean, marker="o", color=color, label=run.name)
