@@ -122,13 +122,8 @@ COMMANDS = [
         "late_workers must be at most 4, the number of all workers, got 9",
     ),
     (f"{ADVISE} --steps 0", "steps must be positive, got 0"),
-    (f"{ADVISE} --race nosuch.json", "there is no file nosuch.json; "),
     (f"{ADVISE} --out README.md", "File exists: 'README.md'; give another path"),
     ("advise --measure", "usage: decentjax advise --measure CONFIG"),
-    (
-        f"advise --measure {TINY} --race nosuch.json",
-        "--race: there is no file nosuch.json; ",
-    ),
     (f"advise --measure {TINY} --measured-steps 0", "must be positive, got 300 and 0"),
     (f"preflight {TINY}", "missing --target STR .*: see .* --help"),
     (

@@ -15,14 +15,12 @@ from decentjax import Topology, runtime
 from train.advise.rank import Findings, Prediction
 from train.advise.rounds_advice import RoundsRow
 from train.advise.setting import Setting
-from train.advise.time_to_loss import Contender, finishes, fitting, flags_of, turns
 from train.cli.progress import over
 from train.cli.tables import aligned, counted, write_json
 from train.figures.advice_figure import draw_speed_ups
 from train.figures.page import Section, html_table, write_page
 from train.figures.timeline_figure import draw_timelines
-from train.network import GBIT, duration
-from train.run.method import build_method
+from train.network import duration
 from train.store.timeline import spans_of
 
 GAMMAS = np.geomspace(0.03, 10, 11)
@@ -41,11 +39,11 @@ COLUMNS = (
 ROUNDS = (
     "Each worker trains alone, and every few steps they average: DiLoCo over all "
     "models, and waits; one_peer_exponential with one peer, and with --overlap "
-    "background merges at the next round. The rarer, the more steps to one loss, which "
-    "--race counts. An encoded mean of all is a message from each worker to each: from "
-    "eight workers on int8 sends more than none, and of more than 64 it is left out. "
-    "int2 and top_k drop too much to send models: they have DiLoCo alone. "
-    "advice.json has the options of each row."
+    "background merges at the next round. The rarer, the more steps to one loss. An "
+    "encoded mean of all is a message from each worker to each: from eight workers on "
+    "int8 sends more than none, and of more than 64 it is left out. int2 and top_k "
+    "drop too much to send models: they have DiLoCo alone. advice.json has the options "
+    "of each row."
 )
 
 
@@ -128,19 +126,13 @@ def rounds_table(rows: Sequence[RoundsRow]) -> Cells:
     return Cells("rounds: averaging every few steps", heads, cells)
 
 
-def say(
-    found: Findings,
-    rounds: Sequence[RoundsRow],
-    console: Console,
-    races: bool = False,
-) -> None:
+def say(found: Findings, rounds: Sequence[RoundsRow], console: Console) -> None:
     """Prints the question, the predictions and the advice.
 
     Args:
       found: the predictions.
       rounds: those of methods that average every few steps.
       console: where they are printed.
-      races: whether `say_race` follows, which has another measure.
     """
     for line in question(found):
         console.print(line)
@@ -156,12 +148,11 @@ def say(
         console.print("\ndoes not fit")
         for name, reason in found.unfit.items():
             console.print(f"  {name}: {reason}")
-    measure = " by the time of a step" if races else ""
-    console.print(f"\nadvice{measure}: {choice.name}\n  {found.advice.reason}")
-    if choice is not found.rows[0] and not races:
+    console.print(f"\nadvice: {choice.name}\n  {found.advice.reason}")
+    if choice is not found.rows[0]:
         console.print(
             "  This is the time of a step: at equal steps all-reduce mostly has the "
-            "lower loss; --race compares the time to one loss."
+            "lower loss."
         )
     console.print(f"  {command_of(found)}")
 
@@ -217,52 +208,8 @@ def write_advice_page(
     write_page("Topologies on your cluster", sections, out / "advice.html", out)
 
 
-def say_race(
-    setting: Setting, contenders: list[Contender], console: Console
-) -> dict[str, list]:
-    """Prints when each method reaches the loss, and returns that as facts."""
-    contenders, unfit = fitting(setting, contenders)
-    for name, reason in unfit.items():
-        console.print(f"\ndoes not fit: {name}: {reason}")
-    if not contenders:
-        return {}
-    found, changes = finishes(setting, contenders), turns(setting, contenders)
-    by_name = {one.name: one for one in contenders}
-    cells = [
-        [
-            one.name,
-            _graph(by_name[one.name]),
-            f"{one.steps:.0f}",
-            f"{1e3 * one.step:.1f}",
-            f"{one.seconds:.4g}",
-            f"{one.seconds / found[0].seconds:.2f}x",
-        ]
-        for one in found
-    ]
-    measured = counted(contenders[0].config.workers.num_workers, "worker")
-    heads = ["", "graph", "steps", "ms per step", "seconds", "of the first"]
-    title = f"time to one loss, by steps that were measured with {measured}"
-    first = found[0].name
-    console.print("", aligned(heads, cells, 2, bold=first, title=title), sep="\n")
-    flags = flags_of(by_name[first], setting.overlap)
-    console.print(f"\nadvice by the time to the loss: {first}")
-    console.print(f"  {_command(setting, flags)}")
-    for turn in changes:
-        rate = turn.rate / GBIT
-        console.print(
-            f"  below {rate:.3g} Gbit/s between nodes {turn.below} is first, above "
-            f"{turn.above}"
-        )
-    return {"finishes": found, "turns": changes}
-
-
-def write_advice(
-    path: Path,
-    found: Findings,
-    rounds: Sequence[RoundsRow],
-    race: dict[str, list],
-) -> None:
-    """Writes what `say` and `say_race` print."""
+def write_advice(path: Path, found: Findings, rounds: Sequence[RoundsRow]) -> None:
+    """Writes what `say` prints."""
     setting, advice = found.setting, found.advice
     facts = {
         "cluster": setting.cluster,
@@ -274,7 +221,6 @@ def write_advice(
         "rows": found.rows,
         "rounds": rounds,
         "does_not_fit": found.unfit,
-        "race": race,
         "advice": {"choice": advice.choice.name, "reason": advice.reason},
     }
     write_json(path, facts)
@@ -331,11 +277,6 @@ def draw_steps(setting: Setting, row: Prediction, topology: Topology) -> Figure:
         timelines[title] = spans_of(times, drawn)
         seconds = max(seconds, end)
     return draw_timelines(timelines, seconds, "worker")
-
-
-def _graph(one: Contender) -> str:
-    config = one.config
-    return "" if build_method(config).sends_gradients else config.topology.name
 
 
 def _command(setting: Setting, flags: str) -> str:

@@ -307,7 +307,7 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
     program.main([word for name in names for word in (name, *options[name])])
     (((config, measured_steps), *rest),) = begun
     assert config == changed(tiny.config, seed=2)
-    assert (measured_steps, *rest) == (5, 7, 2, EVERY, CODECS, Path("there"), [])
+    assert (measured_steps, *rest) == (5, 7, 2, EVERY, CODECS, Path("there"))
 
 
 def run(*command: str) -> str:
