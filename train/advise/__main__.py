@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
           seed: seed of the compute times.
           every: numbers of steps between rounds, for methods with rounds.
           codecs: how their messages are encoded.
-          out: folder for advice.json, advice.html, map.svg and steps.svg.
+          out: folder for advice.json and steps.svg.
         """
         if min(every, default=1) < 1:
             raise ValueError(f"every must have numbers of at least 1, got {every}")
@@ -93,7 +93,7 @@ def look(
     """Compares the topologies, and prints, writes and draws the result."""
     # Imports matplotlib, which is slow: not for --help.
     from train.advise import advice_report
-    from train.figures.page import Section
+    from train.figures.style import save_figure
 
     console = PlainConsole(width=140, soft_wrap=True, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
@@ -107,15 +107,13 @@ def look(
     choice, other, _ = found.advice
     # With all-reduce as the choice, the best topology shows why.
     drawn = other if choice is baseline else choice
-    figures = {}
+    files = [str(out / "advice.json")]
     if drawn is not None:
         topology = found.topologies[rows.index(drawn)]
-        figures["Steps"] = advice_report.draw_steps(setting, drawn, topology)
-        figures["Map"] = advice_report.draw_map(found, drawn, topology, console)
-    sections = [Section(title, figure) for title, figure in figures.items()]
-    advice_report.write_advice_page(out, found, rounds, sections)
-    files = ["advice.html", "map.svg", "steps.svg"] if figures else ["advice.html"]
-    console.print(f"\n{'  '.join([str(out / 'advice.json'), *files])}")
+        figure = advice_report.draw_steps(setting, drawn, topology)
+        save_figure(figure, out / "steps.svg")
+        files.append("steps.svg")
+    console.print(f"\n{'  '.join(files)}")
     return 0
 
 
@@ -151,7 +149,7 @@ def _measured(arguments: list[str]) -> int:
           config: config of the run, with its workers and processes.
           measured_steps: number of steps whose compute times are measured.
           steps: number of simulated steps.
-          out: folder for advice.json, advice.html, map.svg and steps.svg.
+          out: folder for advice.json and steps.svg.
         """
         del exchange, method, own_graph  # Read above.
         if min(steps, measured_steps) < 1:

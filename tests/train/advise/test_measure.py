@@ -336,9 +336,7 @@ def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) ->
     assert written["advice"]["choice"] == advice.choice.name
     assert f"advice: {advice.choice.name}" in printed
     assert "exchanging: ring" in printed
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("advice.html", "advice.json", "map.svg", "steps.svg")
-    ]
+    assert {path.name for path in out.iterdir()} == {"advice.json", "steps.svg"}
     return written
 
 
