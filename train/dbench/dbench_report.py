@@ -64,14 +64,14 @@ def table(
         if one.outcome is None:
             rows.append([*row, one.why, *[""] * (len(heads) - 3)])
             continue
-        of_workers = one.outcome.workers[headline.name]
+        of_workers = one.found.workers[headline.name]
         row += [
-            spread(accuracy(one.outcome, headline)),
+            spread(accuracy(one, headline)),
             f"{headline.worst(map(headline.worst, of_workers)):.4f}",
-            spread(one.outcome.training_loss),
+            spread(one.found.training_loss),
             _connections(one),
-            f"{np.mean(one.outcome.sent['per worker']) / 1e3:.4g}",
-            f"{np.mean(one.outcome.sent['per link']) / 1e3:.4g}",
+            f"{np.mean(one.found.sent['per worker']) / 1e3:.4g}",
+            f"{np.mean(one.found.sent['per link']) / 1e3:.4g}",
             f"{np.mean(early(one)):.2e}",
             f"{np.mean(late(one)):.2e}",
         ]
@@ -82,8 +82,7 @@ def table(
 def _connections(one: Result) -> str:
     """Connections of a worker, a mean over the steps; of a policy with their range."""
     assert one.cell.config is not None
-    assert one.outcome is not None
-    mean = f"{np.mean(one.outcome.sent['connections']):.3g}"
+    mean = f"{np.mean(one.found.sent['connections']):.3g}"
     policy = build_method(one.cell.config).policy
     if policy is None:
         return mean
@@ -97,18 +96,16 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
     most = max(one.cell.num_workers for one in done)
     largest = [one for one in done if one.cell.num_workers == most]
     curves = {one.cell.graph: _curve(one) for one in largest}
-    apart = {name: x for name, (_, x) in curves.items() if x.any()}
-    first = largest[0].outcome
-    assert first is not None
+    apart = {name: x for name, x in curves.items() if x.any()}
+    first = largest[0].found
     steps = [step for step, _ in first.dispersion]
-    means = {name: (steps, x.mean(1)) for name, (steps, x) in curves.items()}
+    means = {name: (steps, x.mean(1)) for name, x in curves.items()}
     text = f"{MEASURE} of the norms over {most} workers"
 
     def by(title: str, place: str, of: Callable[[Result], float]) -> Section:
         points = {one.cell.graph: [] for one in done}
         for one in done:
-            assert one.outcome is not None
-            scores = accuracy(one.outcome, headline)
+            scores = accuracy(one, headline)
             points[one.cell.graph].append((of(one), scores))
         score, joined = words(headline.name), place == "workers"
         return Section(title, draw_points(points, place, score, joined))
@@ -128,17 +125,14 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
 
 def _sent(what: str, unit: float = 1.0) -> Callable[[Result], float]:
     def of(one: Result) -> float:
-        assert one.outcome is not None
-        return float(np.mean(one.outcome.sent[what])) / unit
+        return float(np.mean(one.found.sent[what])) / unit
 
     return of
 
 
-def _curve(one: Result) -> tuple[list[int], np.ndarray]:
-    """Steps, and the dispersion of each tensor as a mean over the seeds, [rows, L]."""
-    assert one.outcome is not None
-    steps, rows = zip(*one.outcome.dispersion, strict=True)
-    return list(steps), np.array([np.mean(row[MEASURE], axis=0) for row in rows])
+def _curve(one: Result) -> np.ndarray:
+    """The dispersion of each tensor as a mean over the seeds, [rows, L]."""
+    return np.array([np.mean(row[MEASURE], axis=0) for _, row in one.found.dispersion])
 
 
 def _say(claim: Claim) -> str:
@@ -160,11 +154,10 @@ def _scores(done: Sequence[Result], training: Training) -> Iterator[list[Any]]:
     heads += ["consensus_distance", "connections", "bytes_per_worker", "bytes_per_link"]
     yield [*heads, "early_gini", "late_gini", "chosen"]
     for one in done:
-        outcome = one.outcome
-        assert outcome is not None
+        outcome = one.found
         sent, choice = outcome.sent, one.best.choice if one.best else ()
         columns = zip(
-            accuracy(outcome, headline),
+            accuracy(one, headline),
             outcome.training_loss,
             outcome.consensus_distance,
             sent["connections"],
@@ -183,13 +176,12 @@ def _dispersion(done: Sequence[Result], seeds: range) -> Iterator[list[Any]]:
     """Yields a head, and a row for each cell, seed, step and tensor: all measures."""
     head = ["graph", "workers", "seed", "step", "tensor"]
     for one in done:
-        assert one.outcome is not None
-        for step, measures in one.outcome.dispersion:
+        for step, measures in one.found.dispersion:
             if head:
                 yield [*head, *measures]
                 head = []
             values = np.array(list(measures.values()))  # [measures, K, L]
             for row, place in np.ndindex(values.shape[1:]):
-                tensor = one.outcome.tensors[place]
+                tensor = one.found.tensors[place]
                 start = [one.cell.graph, one.cell.num_workers, seeds[row]]
                 yield [*start, step, tensor, *values[:, row, place].tolist()]
