@@ -393,13 +393,8 @@ def _with(config: Config, field: str, value: str) -> Config:
 def _with_fields(
     arguments: Sequence[str],
 ) -> tuple[list[str], dict[str, tuple]]:
-    """The options of a command line, and what its fields change and vary.
-
-    `--vary FIELD VALUES`, of version 0.2, is `--FIELD VALUES`.
-    """
-    words = iter(arguments)
-    given = [f"--{next(words, '')}" if word == "--vary" else word for word in words]
-    rest, fields = take_fields(given)
+    """The options of a command line, and what its fields change and vary."""
+    rest, fields = take_fields(arguments)
     several = {field for field, values in fields.items() if len(values) > 1}
     change = [as_change(*one) for one in fields.items() if one[0] not in several]
     vary = [(field, *fields[field]) for field in fields if field in several]

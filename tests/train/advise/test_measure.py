@@ -361,7 +361,7 @@ def test_processes_measure_what_is_between_them(tmp_path):
         "--method all_reduce --measured-steps 2 --steps 20"
     )
     printed = run(
-        *("train.launch", "--processes", "2", "--module", "train.advise"),
+        *("train.launch", "--processes", "2", "advise"),
         *("--measure", "tests/tiny.py", *options.split(), "--out", str(tmp_path)),
     )
     lines = printed.splitlines()

@@ -231,7 +231,7 @@ def test_workers_of_a_mesh_come_to_the_same_as_simulated_ones(graph):
 @pytest.mark.nightly
 def test_the_grid_of_a_job_is_that_of_one_process(tmp_path):
     options = [str(FILE), "--graphs", "all_reduce", "ring", "--seeds", "2"]
-    launch = ["-m", "train.launch", "--processes", "2", "--module", "train.dbench"]
+    launch = ["-m", "train.launch", "--processes", "2", "dbench"]
     tables = []
     for number, begin in enumerate((["-m", "train.dbench"], launch)):
         out = tmp_path / str(number)
