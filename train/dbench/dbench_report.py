@@ -10,15 +10,13 @@ from decentjax.topology import matrices
 from train.cli.tables import label, markdown, to_csv, words
 from train.dbench.cells import Result, Training
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
-from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
+from train.figures.dbench_figure import draw_dispersion, draw_points
 from train.figures.page import Section, html_table, write_page
 from train.figures.style import Format
 from train.plain_files import write_whole
 from train.run.method import build_method
 from train.study.comparison import spread
 from train.tasks.task import Headline
-
-MOST_MAPS = 6
 
 
 def write_report(
@@ -95,11 +93,8 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
         return []
     most = max(one.cell.num_workers for one in done)
     largest = [one for one in done if one.cell.num_workers == most]
-    curves = {one.cell.graph: _curve(one) for one in largest}
-    apart = {name: x for name, x in curves.items() if x.any()}
-    first = largest[0].found
-    steps = [step for step, _ in first.dispersion]
-    means = {name: (steps, x.mean(1)) for name, x in curves.items()}
+    steps = [step for step, _ in largest[0].found.dispersion]
+    means = {one.cell.graph: (steps, _curve(one)) for one in largest}
     text = f"{MEASURE} of the norms over {most} workers"
 
     def by(title: str, place: str, of: Callable[[Result], float]) -> Section:
@@ -110,17 +105,12 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
         score, joined = words(headline.name), place == "workers"
         return Section(title, draw_points(points, place, score, joined))
 
-    sections = [
+    return [
         by("Accuracy by connections", "connections of a worker", _sent("connections")),
         by("Accuracy by bytes", "kB of a worker in a step", _sent("per worker", 1e3)),
         by("Accuracy by scale", "workers", lambda one: one.cell.num_workers),
         Section("Dispersion over time", draw_dispersion(means, text)),
     ]
-    some = dict(list(apart.items())[:MOST_MAPS])
-    if some:
-        figure = draw_tensors(some, first.tensors, steps)
-        sections.append(Section("Dispersion of each tensor", figure))
-    return sections
 
 
 def _sent(what: str, unit: float = 1.0) -> Callable[[Result], float]:
@@ -131,8 +121,8 @@ def _sent(what: str, unit: float = 1.0) -> Callable[[Result], float]:
 
 
 def _curve(one: Result) -> np.ndarray:
-    """The dispersion of each tensor as a mean over the seeds, [rows, L]."""
-    return np.array([np.mean(row[MEASURE], axis=0) for _, row in one.found.dispersion])
+    """The dispersion as a mean over seeds and tensors, [rows]."""
+    return np.array([np.mean(row[MEASURE]) for _, row in one.found.dispersion])
 
 
 def _say(claim: Claim) -> str:

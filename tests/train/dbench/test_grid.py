@@ -308,7 +308,7 @@ def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
     assert "| ring | 4 |" in text
     assert "7.0000 ± 0.0000" in text  # Read, and not trained again.
     page = (tmp_path / "report.html").read_text()
-    for title in ("connections", "scale", "over time", "each tensor"):
+    for title in ("connections", "scale", "over time"):
         assert title in page
     with (tmp_path / "dbench.csv").open() as file:
         rows = list(csv.DictReader(file))
