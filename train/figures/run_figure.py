@@ -1,6 +1,6 @@
 """Figures of runs: losses, scores and throughput."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,14 +29,8 @@ def draw_evaluations(runs: Sequence[History]) -> Figure | None:
 
 def draw_consensus(runs: Sequence[History]) -> Figure:
     """Draws consensus distance and learning rate by step."""
-    figure, ((consensus, rate),) = grid(1, 2, 10, 3.4)
-    for run in runs:
-        consensus.plot(*run.curve("consensus_distance", "step"), label=run.name)
-        rate.plot(*run.curve("learning_rate", "step"), label=run.name)
-    consensus.set(xlabel="step", ylabel="consensus distance")
-    rate.set(xlabel="step", ylabel="learning rate")
-    legend(figure, consensus)
-    return figure
+    names = {"consensus_distance": "consensus distance"}
+    return _by_step(runs, names | {"learning_rate": "learning rate"})
 
 
 def draw_throughput(runs: Sequence[History]) -> Figure:
@@ -54,13 +48,18 @@ def draw_throughput(runs: Sequence[History]) -> Figure:
 
 def draw_mixed(runs: Sequence[History]) -> Figure:
     """Draws how many models of peers were mixed, and their age, by step."""
-    figure, ((count, age),) = grid(1, 2, 10, 3.4)
-    for run in runs:
-        count.plot(*run.curve("models_mixed", "step"), label=run.name)
-        age.plot(*run.curve("models_age", "step"), label=run.name)
-    count.set(xlabel="step", ylabel="models mixed per worker and step")
-    age.set(xlabel="step", ylabel="age of the models mixed [steps]")
-    legend(figure, count)
+    names = {"models_mixed": "models mixed per worker and step"}
+    return _by_step(runs, names | {"models_age": "age of the models mixed [steps]"})
+
+
+def _by_step(runs: Sequence[History], labels: Mapping[str, str]) -> Figure:
+    """Draws two columns of the log, by name, with their labels."""
+    figure, (axes,) = grid(1, 2, 10, 3.4)
+    for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        for run in runs:
+            axis.plot(*run.curve(name, "step"), label=run.name)
+        axis.set(xlabel="step", ylabel=label)
+    legend(figure, axes[0])
     return figure
 
 
