@@ -51,7 +51,7 @@ COMMANDS = {
     "checkpoint": Command("list, verify or export checkpoints", "train.checkpoint"),
     "export": Command("export a model as safetensors", "train.checkpoint", ("export",)),
     "dbench": Command("effect of the graph on accuracy", "train.dbench"),
-    "replay": Command("repeat a run of peers, or vary it", "train.replay"),
+    "replay": Command("repeat a run of peers", "train.replay"),
     "bench": Command("speed against other libraries; in a checkout", "benches"),
 }
 

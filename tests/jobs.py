@@ -94,7 +94,7 @@ def launch(
 
 def relaunch(processes: int, run_dir: Path, *options: str):
     launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes))
-    return started(*launcher, "--resume", str(run_dir), *options)
+    return started(*launcher, "resume", str(run_dir), *options)
 
 
 def ended(process: subprocess.Popen[str]) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +30,6 @@ from train.cli.read import from_options
 from train.cli.tables import file_name, label, to_csv
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
-from train.figures.run_figure import MORE_AXES
 from train.figures.style import Format, save_figure
 from train.plain_files import write_whole
 from train.run.check_task import score_names
@@ -337,21 +336,11 @@ def _held_out(results: Compared, time: str) -> list[Panel]:
     if max(map(len, rows.values())) < 2:
         return []
 
-    def panel(x_label: str, x: Callable[[str, int, Mapping], float]) -> Panel:
-        curves = {
-            run: [(x(run, step, scores), scores[name]) for step, scores in found]
-            for run, found in rows.items()
-        }
-        return Panel(curves, x_label, y_label)
-
-    counts = [x for x in MORE_AXES if x in results.entries[0].scores()]
-    return [
-        panel(time, lambda run, step, _: results.ends[run][step]),
-        *(
-            panel(MORE_AXES[x], lambda _, __, scores, x=x: float(np.mean(scores[x])))
-            for x in counts
-        ),
-    ]
+    curves = {
+        run: [(results.ends[run][step], scores[name]) for step, scores in found]
+        for run, found in rows.items()
+    }
+    return [Panel(curves, time, y_label)]
 
 
 def _words(score: Headline, units: Mapping[str, str] = NO_UNITS) -> str:
@@ -404,13 +393,8 @@ def _with(config: Config, field: str, value: str) -> Config:
 def _with_fields(
     arguments: Sequence[str],
 ) -> tuple[list[str], dict[str, tuple]]:
-    """The options of a command line, and what its fields change and vary.
-
-    `--vary FIELD VALUES`, of version 0.2, is `--FIELD VALUES`.
-    """
-    words = iter(arguments)
-    given = [f"--{next(words, '')}" if word == "--vary" else word for word in words]
-    rest, fields = take_fields(given)
+    """The options of a command line, and what its fields change and vary."""
+    rest, fields = take_fields(arguments)
     several = {field for field, values in fields.items() if len(values) > 1}
     change = [as_change(*one) for one in fields.items() if one[0] not in several]
     vary = [(field, *fields[field]) for field in fields if field in several]

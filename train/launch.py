@@ -32,14 +32,12 @@ from train.job.processes import Process, supervise
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.run_info` reads it.
 APART = ("peers", "quorum", "groups")  # Exchanges of processes that are no job.
 CACHE, WARNINGS = "JAX_COMPILATION_CACHE_DIR", "PYTHONWARNINGS"
-# What may stand before a folder or a config in place of a config, by module.
-FIRST = {"train": "--resume", "train.advise": "--measure"}
-# Commands that may be given by their names: `decentjax launch -n 4 dbench CONFIG`.
+# What the processes run, by the name of the command: `decentjax launch -n 4 dbench`.
 COMMANDS = {
-    "train": ("--module", "train"),
-    "resume": ("--module", "train", "--resume"),
-    "advise": ("--module", "train.advise"),
-    "dbench": ("--module", "train.dbench"),
+    "train": ("train",),
+    "resume": ("train", "--resume"),
+    "advise": ("train.advise",),
+    "dbench": ("train.dbench",),
 }
 USAGE = """\
 decentjax launch -n N [option ...] CONFIG [--field value ...]
@@ -95,23 +93,21 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     others.required = False
     options, before = parser.parse_known_args(arguments)
     target, rest = options.target, options.rest
-    if target in COMMANDS:
-        own_part = arguments[: len(arguments) - len(rest) - 1]
-        return read([*own_part, *COMMANDS[target], *rest])
-    if not before and (options.script or not (options.module or is_config(target))):
-        rest = ["script", target, *rest]
+    if before:
+        parser.error(f"{' '.join(before)} is unknown before {target}")
+    if target not in COMMANDS and (options.script or not is_config(target)):
+        words = ["script", target, *rest]
     else:
         # A config's fields may have options of the launcher among them.
         options, rest = own.parse_known_args(rest, options)
-        module = options.module or "train"
-        if before not in ([], [FIRST.get(module)]):
-            parser.error(f"{' '.join(before)} is unknown before {target}")
-        if not before and module == "train.advise":
-            parser.error("train.advise takes --measure CONFIG")
-        rest = [module, *before, target, *rest]
+        if target == "advise" and "--measure" not in rest:
+            parser.error("advise takes --measure CONFIG")
+        if target in COMMANDS and not rest:
+            parser.error(f"{target} takes more arguments")
+        words = [*COMMANDS.get(target, ("train", target)), *rest]
     if options.processes is None:
         parser.error("give the number of processes: -n N or --processes N")
-    return options, rest
+    return options, words
 
 
 def own_options() -> argparse.ArgumentParser:
@@ -160,12 +156,6 @@ def own_options() -> argparse.ArgumentParser:
         metavar="P",
         help="The elastic run has P places, so that further processes may join it; by "
         "default one for each started process.",
-    )
-    add(
-        "--module",
-        choices=("train", "train.advise", "train.dbench"),
-        help="The processes run this program on a config: train.advise takes --measure "
-        "CONFIG, and train.dbench a config and options of its own. By default train.",
     )
     add(
         "--script",
@@ -226,8 +216,8 @@ def check(options: argparse.Namespace) -> None:
 
 def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Runs a script of the user's; returns the exit code."""
-    if options.elastic or options.module:
-        raise ValueError("--elastic and --module are for configs, not with a script")
+    if options.elastic:
+        raise ValueError("--elastic is for configs, not with a script")
     count = options.processes
 
     def start() -> list[Process]:

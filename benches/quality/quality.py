@@ -8,13 +8,11 @@ depend on the network run on it.
 import dataclasses
 import functools
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from benches.quality.compared import (
     ALL_REDUCE,
@@ -38,7 +36,6 @@ from benches.quality.quality_report import QualityResults, bars, panels, tables
 from benches.quality.real import real
 from benches.quality.seconds import NetworkSetting, Seconds, measure
 from benches.results import check_at_least, check_pattern, write_results
-from train.cli.config_json import to_json as config_json
 from train.cli.families import FOLDER
 from train.cli.load import load_config
 from train.cli.tables import to_json
@@ -170,7 +167,7 @@ def main(quality: Quality) -> int:
     race = run(quality, step_seconds(quality))
     svg = to_svg(draw_quality(panels(race)))
     save_figure(draw_bars(bars(race), race.reference), quality.out / "quality_bars.svg")
-    facts = {"quality": quality, "race": race, "steps": steps_to_goal(quality, race)}
+    facts = {"quality": quality, "race": race}
     print(write_results(quality.out, "quality", facts, tables(race), svg))
     return check_wholes(race)
 
@@ -250,19 +247,6 @@ def run(quality: Quality, seconds: Seconds) -> QualityResults:
         if method in quality.methods:
             wholes[pair] = runs.whole(method, setting)
     return QualityResults(runs.goal, seconds, rates, curves, wholes)
-
-
-def steps_to_goal(quality: Quality, race: QualityResults) -> list[dict[str, Any]]:
-    """For `train.advise --race`: the steps of each method that reaches the goal."""
-    rows = []
-    for method in quality.methods:
-        runs = race.curves[method.name][str(quality.settings[0])]
-        steps = min((run.steps_to(race.goal) for run in runs), default=math.inf)
-        is_ours = method.losses == SIMULATED and not method.torch
-        if is_ours and math.isfinite(steps):
-            config = json.loads(config_json(load_config(method.path(quality.configs))))
-            rows.append({"name": method.name, "steps": steps, "config": config})
-    return rows
 
 
 def searched(

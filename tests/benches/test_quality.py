@@ -310,7 +310,6 @@ def test_a_race_of_few_steps(tmp_path):
         "1e-3 (lower edge); tried 2 of 2",
         "5e-3 (upper edge); tried 2 of 2",
     )
-    assert facts["steps"][0]["name"] == ALL_REDUCE.name
     again = run()  # All is kept.
     assert "real run" not in again
     assert "compiling" not in again

@@ -19,7 +19,6 @@ from decentjax.distributed.devices import provide_cpu_devices
 from train.advise.rank import compare
 from train.advise.rounds_advice import CODECS, EVERY, compare_rounds
 from train.advise.setting import Flags, Setting
-from train.advise.time_to_loss import Contender, read_race
 from train.cli.command import command, show_usage
 from train.cli.load import load_config, load_function
 from train.cli.options import AS_OPTIONS, ConfigArgument
@@ -53,7 +52,6 @@ def main(arguments: list[str]) -> int:
         seed: int = 0,
         every: tuple[int, ...] = EVERY,
         codecs: tuple[CodecName, ...] = CODECS,
-        race: Path | None = None,
         out: Path = Path("runs/advice"),
         own_method: OwnMethod = None,
         own_graph: OwnTopology = None,
@@ -71,10 +69,7 @@ def main(arguments: list[str]) -> int:
           seed: seed of the compute times.
           every: numbers of steps between rounds, for methods with rounds.
           codecs: how their messages are encoded.
-          race: file quality.json of `decentjax bench quality`, with the steps of each
-            method to a target loss: predicts which method reaches it first on this
-            cluster, and at which link rates another one does.
-          out: folder for advice.json, advice.html, map.svg and steps.svg.
+          out: folder for advice.json and steps.svg.
         """
         if min(every, default=1) < 1:
             raise ValueError(f"every must have numbers of at least 1, got {every}")
@@ -82,7 +77,7 @@ def main(arguments: list[str]) -> int:
         make = own_graph and load_function(own_graph, "--topology")
         own = (TopologyConfig(make=make),) if make else ()
         setting = dataclasses.replace(flags.setting(), own=own, method=method)
-        return look(setting, steps, seed, every, codecs, out, read_race(race))
+        return look(setting, steps, seed, every, codecs, out)
 
     return from_options(run, prog="decentjax advise", args=arguments)
 
@@ -94,12 +89,11 @@ def look(
     every: Sequence[int],
     codecs: Sequence[CodecName],
     out: Path,
-    contenders: list[Contender],
 ) -> int:
     """Compares the topologies, and prints, writes and draws the result."""
     # Imports matplotlib, which is slow: not for --help.
     from train.advise import advice_report
-    from train.figures.page import Section
+    from train.figures.style import save_figure
 
     console = PlainConsole(width=140, soft_wrap=True, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
@@ -107,22 +101,19 @@ def look(
     found = compare(setting, steps, seed, shown)
     simulated = found.rows[0].step, steps, seed
     rounds = compare_rounds(setting, every, codecs, *simulated)
-    advice_report.say(found, rounds, console, races=bool(contenders))
-    finish = advice_report.say_race(setting, contenders, console)
-    advice_report.write_advice(out / "advice.json", found, rounds, finish)
+    advice_report.say(found, rounds, console)
+    advice_report.write_advice(out / "advice.json", found, rounds)
     baseline, *rows = found.rows
     choice, other, _ = found.advice
     # With all-reduce as the choice, the best topology shows why.
     drawn = other if choice is baseline else choice
-    figures = {}
+    files = [str(out / "advice.json")]
     if drawn is not None:
         topology = found.topologies[rows.index(drawn)]
-        figures["Steps"] = advice_report.draw_steps(setting, drawn, topology)
-        figures["Map"] = advice_report.draw_map(found, drawn, topology, console)
-    sections = [Section(title, figure) for title, figure in figures.items()]
-    advice_report.write_advice_page(out, found, rounds, sections)
-    files = ["advice.html", "map.svg", "steps.svg"] if figures else ["advice.html"]
-    console.print(f"\n{'  '.join([str(out / 'advice.json'), *files])}")
+        figure = advice_report.draw_steps(setting, drawn, topology)
+        save_figure(figure, out / "steps.svg")
+        files.append("steps.svg")
+    console.print(f"\n{'  '.join(files)}")
     return 0
 
 
@@ -145,7 +136,6 @@ def _measured(arguments: list[str]) -> int:
         config: ConfigArgument = default,
         measured_steps: int = 30,
         steps: int = 300,
-        race: Path | None = None,
         out: Path = Path("runs/advice"),
         exchange: ExchangeName = default.exchange.name,
         method: MethodName = method,
@@ -159,8 +149,7 @@ def _measured(arguments: list[str]) -> int:
           config: config of the run, with its workers and processes.
           measured_steps: number of steps whose compute times are measured.
           steps: number of simulated steps.
-          race: file quality.json of `decentjax bench quality`.
-          out: folder for advice.json, advice.html, map.svg and steps.svg.
+          out: folder for advice.json and steps.svg.
         """
         del exchange, method, own_graph  # Read above.
         if min(steps, measured_steps) < 1:
@@ -170,29 +159,22 @@ def _measured(arguments: list[str]) -> int:
             )
         config.check_joint("peers share no job in which to measure")
         # First, so that an error does not cost a measurement.
-        contenders = read_race(race)
         out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:
             with fail_stop():
                 workers = config.workers
                 each = workers.devices_per_worker
                 start(config.distributed, workers.num_workers, None, each)
-                return _here(config, measured_steps, steps, out, contenders)
+                return _here(config, measured_steps, steps, out)
         workers = config.workers
         provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
-        return _here(config, measured_steps, steps, out, contenders)
+        return _here(config, measured_steps, steps, out)
 
     prog = f"decentjax advise --measure {path}"
     return from_options(run, prog=prog, args=rest, config=AS_OPTIONS)
 
 
-def _here(
-    config: Config,
-    measured_steps: int,
-    steps: int,
-    out: Path,
-    contenders: list[Contender],
-) -> int:
+def _here(config: Config, measured_steps: int, steps: int, out: Path) -> int:
     # Imports the trainer, which a prediction from flags does not need.
     from train.advise.measure import measure
 
@@ -200,7 +182,7 @@ def _here(
     leave()
     if jax.process_index() != 0:
         return 0
-    code = look(setting, steps, config.seed, EVERY, CODECS, out, contenders)
+    code = look(setting, steps, config.seed, EVERY, CODECS, out)
     has = {
         "method": callable(config.method),
         "rounds": build_method(config).rounds is not None,

@@ -29,7 +29,6 @@ from train.config import (
 from train.fields import place_of
 from train.run.message_bytes import sent_bytes, sent_schedule
 
-STEPS = 64  # Simulated steps of a prediction.
 PLENTY = 2**20  # Numbers of a model whose codec's bytes a number are those of any.
 # A mean of encoded models is a message from each worker to each: too many to plan.
 MOST_ENCODED = 64
@@ -114,7 +113,7 @@ def _row(
     codec: str,
     flags: str,
 ) -> RoundsRow:
-    step = rounds_seconds(setting, rounds, num_steps, seed)
+    step = _seconds(setting, rounds, num_steps, seed)
     sent, speed_up = _worker_bytes(setting, rounds), all_reduce_step / step
     return RoundsRow(name, rounds.every, codec, step, speed_up, sent, flags)
 
@@ -163,12 +162,7 @@ def _flags(graph: TopologyName, rounds: RoundsMethod) -> str:
     return " ".join([f"--method rounds --topology.name {graph}", *flags])
 
 
-def rounds_seconds(
-    setting: Setting,
-    rounds: Rounds,
-    num_steps: int = STEPS,
-    seed: int = 0,
-) -> float:
+def _seconds(setting: Setting, rounds: Rounds, num_steps: int, seed: int) -> float:
     """Returns the predicted seconds of a step, averaged over whole rounds.
 
     Args:
@@ -179,8 +173,9 @@ def rounds_seconds(
       seed: seed of the compute times.
     """
     schedule, topology = sent_schedule(rounds), topology_of(rounds)
+    period = schedule.period
     skipped, counted = (
-        whole_periods(schedule.period, x) for x in (num_steps / 10, num_steps)
+        period * math.ceil(x / period) for x in (num_steps / 10, num_steps)
     )
     is_mean = topology == complete(topology.num_workers)
     cluster = setting.cluster_of(None if is_mean else topology)
@@ -188,11 +183,6 @@ def rounds_seconds(
     hidden = setting.overlap != "none"
     simulated = cluster, job, schedule, skipped + counted, seed, hidden
     return runtime.rounds(*simulated).seconds_per_step(skipped)
-
-
-def whole_periods(period: int, num_steps: float) -> int:
-    """Returns the number of steps of the first whole periods after some steps."""
-    return period * math.ceil(num_steps / period)
 
 
 def _model_bytes(setting: Setting, rounds: Rounds) -> float:

@@ -9,7 +9,6 @@ Learning (2025), whose code is not public.
 
 import contextlib
 import dataclasses
-import math
 import sys
 import time
 import traceback
@@ -27,9 +26,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
 from train.cli.read import from_options
-from train.cli.tables import counted
 from train.dbench.cells import Result, Training
-from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import Cell, Graphs, HeldBatch, Scaling
 from train.figures.style import Format
@@ -74,14 +71,11 @@ class DBench:
         each cell uses its best, chosen by another seed on every second held-out
         example; results are then on the others.
       change: FIELD=VALUE of the config.
-      minutes: the longest time that the grid may take; it is rejected if more is
-        expected.
       format: format of the figures that are files.
       out: folder for results, report.html and CSV files.
 
     Raises:
-      ValueError: if a name is unknown, rules contradict each other, or the workers do
-        not fit into memory or the time.
+      ValueError: if a name is unknown, or rules contradict each other.
     """
 
     config: Annotated[Path, tyro.conf.Positional]
@@ -93,15 +87,12 @@ class DBench:
     scaling: Scaling = "none"
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
     change: Changes = ()
-    minutes: float | None = None
     format: Format = "svg"
     out: Path = Path("runs/dbench")
 
     def __post_init__(self):
         if self.seeds < 1:
             raise ValueError(f"seeds must be at least 1, got {self.seeds}")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes must be positive, got {self.minutes}")
 
     def run(self) -> list[Result]:
         """Trains what is missing, and writes and prints the report.
@@ -123,13 +114,8 @@ class DBench:
             if base.distributed.enabled:
                 cells = [_of_job(cell) for cell in cells]
             training = Training(build_task(base.task), seeds, grid, self.out)
-            some = [cell for cell in cells if cell.config is not None]
-            expected = check_cost(some, training, self.minutes)
             if is_first := jax.process_index() == 0:
                 self.out.mkdir(parents=True, exist_ok=True)
-                # Of steps alone: compiling and scores are not in the estimate.
-                minutes = counted(math.ceil(expected), "minute")
-                print(f"{counted(len(some), 'cell')}, about {minutes} if all are new")
                 if left_out := graphs.left_out():
                     print(left_out)
             results = []

@@ -28,6 +28,12 @@ class Result(NamedTuple):
     error: str = ""
 
     @property
+    def found(self) -> SeedsOutcome:
+        """The results of all seeds, where there are any."""
+        assert self.outcome is not None
+        return self.outcome
+
+    @property
     def why(self) -> str:
         """Why there is no outcome."""
         return self.cell.reason or self.error

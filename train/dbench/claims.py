@@ -20,7 +20,6 @@ from scipy import stats
 from train.dbench.cells import Result
 from train.dbench.grid import ALL_REDUCE
 from train.study.comparison import LEVEL, holm
-from train.study.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
 MEASURE = "gini"
@@ -91,9 +90,9 @@ def _blocks(
     return {name: [one for one in results if name_of(one) == name] for name in names}
 
 
-def accuracy(outcome: SeedsOutcome, headline: Headline) -> list[float]:
+def accuracy(one: Result, headline: Headline) -> list[float]:
     """The headline score of the mean model of each seed."""
-    return outcome.evaluations[-1][1][headline.name]
+    return one.found.evaluations[-1][1][headline.name]
 
 
 def early(one: Result) -> list[float]:
@@ -107,8 +106,7 @@ def late(one: Result) -> list[float]:
 
 
 def _mean_dispersion(one: Result, part: Callable[[list, int], list]) -> list[float]:
-    assert one.outcome is not None
-    rows = [values[MEASURE] for _, values in one.outcome.dispersion]
+    rows = [values[MEASURE] for _, values in one.found.dispersion]
     return np.mean(part(rows, max(1, len(rows) // PART)), axis=(0, 2)).tolist()
 
 
@@ -121,13 +119,11 @@ def _scale(one: Result) -> Hashable:
 
 
 def _workers(one: Result) -> list[float]:
-    assert one.outcome is not None
-    return [float(one.cell.num_workers)] * len(one.outcome.training_loss)
+    return [float(one.cell.num_workers)] * len(one.found.training_loss)
 
 
 def _connections(one: Result) -> list[float]:
-    assert one.outcome is not None
-    return one.outcome.sent["connections"]
+    return one.found.sent["connections"]
 
 
 def _claim(
@@ -143,9 +139,7 @@ def _claim(
     ranked, names = [], []
     for name, cells in blocks.items():
         places = np.transpose([quantity(one) for one in cells])
-        scores = np.transpose(
-            [accuracy(one.outcome, headline) for one in cells if one.outcome]
-        )
+        scores = np.transpose([accuracy(one, headline) for one in cells])
         x, y = _ranks(places), _ranks(up * scores)
         if (x.any(1) & y.any(1)).all():  # In each seed the cells differ.
             ranked.append((x, y))

@@ -10,15 +10,13 @@ from decentjax.topology import matrices
 from train.cli.tables import label, markdown, to_csv, words
 from train.dbench.cells import Result, Training
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
-from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
+from train.figures.dbench_figure import draw_dispersion, draw_points
 from train.figures.page import Section, html_table, write_page
 from train.figures.style import Format
 from train.plain_files import write_whole
 from train.run.method import build_method
 from train.study.comparison import spread
 from train.tasks.task import Headline
-
-MOST_MAPS = 6
 
 
 def write_report(
@@ -64,14 +62,14 @@ def table(
         if one.outcome is None:
             rows.append([*row, one.why, *[""] * (len(heads) - 3)])
             continue
-        of_workers = one.outcome.workers[headline.name]
+        of_workers = one.found.workers[headline.name]
         row += [
-            spread(accuracy(one.outcome, headline)),
+            spread(accuracy(one, headline)),
             f"{headline.worst(map(headline.worst, of_workers)):.4f}",
-            spread(one.outcome.training_loss),
+            spread(one.found.training_loss),
             _connections(one),
-            f"{np.mean(one.outcome.sent['per worker']) / 1e3:.4g}",
-            f"{np.mean(one.outcome.sent['per link']) / 1e3:.4g}",
+            f"{np.mean(one.found.sent['per worker']) / 1e3:.4g}",
+            f"{np.mean(one.found.sent['per link']) / 1e3:.4g}",
             f"{np.mean(early(one)):.2e}",
             f"{np.mean(late(one)):.2e}",
         ]
@@ -82,8 +80,7 @@ def table(
 def _connections(one: Result) -> str:
     """Connections of a worker, a mean over the steps; of a policy with their range."""
     assert one.cell.config is not None
-    assert one.outcome is not None
-    mean = f"{np.mean(one.outcome.sent['connections']):.3g}"
+    mean = f"{np.mean(one.found.sent['connections']):.3g}"
     policy = build_method(one.cell.config).policy
     if policy is None:
         return mean
@@ -96,49 +93,36 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
         return []
     most = max(one.cell.num_workers for one in done)
     largest = [one for one in done if one.cell.num_workers == most]
-    curves = {one.cell.graph: _curve(one) for one in largest}
-    apart = {name: x for name, (_, x) in curves.items() if x.any()}
-    first = largest[0].outcome
-    assert first is not None
-    steps = [step for step, _ in first.dispersion]
-    means = {name: (steps, x.mean(1)) for name, (steps, x) in curves.items()}
+    steps = [step for step, _ in largest[0].found.dispersion]
+    means = {one.cell.graph: (steps, _curve(one)) for one in largest}
     text = f"{MEASURE} of the norms over {most} workers"
 
     def by(title: str, place: str, of: Callable[[Result], float]) -> Section:
         points = {one.cell.graph: [] for one in done}
         for one in done:
-            assert one.outcome is not None
-            scores = accuracy(one.outcome, headline)
+            scores = accuracy(one, headline)
             points[one.cell.graph].append((of(one), scores))
         score, joined = words(headline.name), place == "workers"
         return Section(title, draw_points(points, place, score, joined))
 
-    sections = [
+    return [
         by("Accuracy by connections", "connections of a worker", _sent("connections")),
         by("Accuracy by bytes", "kB of a worker in a step", _sent("per worker", 1e3)),
         by("Accuracy by scale", "workers", lambda one: one.cell.num_workers),
         Section("Dispersion over time", draw_dispersion(means, text)),
     ]
-    some = dict(list(apart.items())[:MOST_MAPS])
-    if some:
-        figure = draw_tensors(some, first.tensors, steps)
-        sections.append(Section("Dispersion of each tensor", figure))
-    return sections
 
 
 def _sent(what: str, unit: float = 1.0) -> Callable[[Result], float]:
     def of(one: Result) -> float:
-        assert one.outcome is not None
-        return float(np.mean(one.outcome.sent[what])) / unit
+        return float(np.mean(one.found.sent[what])) / unit
 
     return of
 
 
-def _curve(one: Result) -> tuple[list[int], np.ndarray]:
-    """Steps, and the dispersion of each tensor as a mean over the seeds, [rows, L]."""
-    assert one.outcome is not None
-    steps, rows = zip(*one.outcome.dispersion, strict=True)
-    return list(steps), np.array([np.mean(row[MEASURE], axis=0) for row in rows])
+def _curve(one: Result) -> np.ndarray:
+    """The dispersion as a mean over seeds and tensors, [rows]."""
+    return np.array([np.mean(row[MEASURE]) for _, row in one.found.dispersion])
 
 
 def _say(claim: Claim) -> str:
@@ -160,11 +144,10 @@ def _scores(done: Sequence[Result], training: Training) -> Iterator[list[Any]]:
     heads += ["consensus_distance", "connections", "bytes_per_worker", "bytes_per_link"]
     yield [*heads, "early_gini", "late_gini", "chosen"]
     for one in done:
-        outcome = one.outcome
-        assert outcome is not None
+        outcome = one.found
         sent, choice = outcome.sent, one.best.choice if one.best else ()
         columns = zip(
-            accuracy(outcome, headline),
+            accuracy(one, headline),
             outcome.training_loss,
             outcome.consensus_distance,
             sent["connections"],
@@ -183,13 +166,12 @@ def _dispersion(done: Sequence[Result], seeds: range) -> Iterator[list[Any]]:
     """Yields a head, and a row for each cell, seed, step and tensor: all measures."""
     head = ["graph", "workers", "seed", "step", "tensor"]
     for one in done:
-        assert one.outcome is not None
-        for step, measures in one.outcome.dispersion:
+        for step, measures in one.found.dispersion:
             if head:
                 yield [*head, *measures]
                 head = []
             values = np.array(list(measures.values()))  # [measures, K, L]
             for row, place in np.ndindex(values.shape[1:]):
-                tensor = one.outcome.tensors[place]
+                tensor = one.found.tensors[place]
                 start = [one.cell.graph, one.cell.num_workers, seeds[row]]
                 yield [*start, step, tensor, *values[:, row, place].tolist()]

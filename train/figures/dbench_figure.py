@@ -8,7 +8,6 @@ from matplotlib.ticker import SymmetricalLogLocator
 
 from train.figures.style import grid, legend
 
-FLOOR = 1e-6  # Of a heat map: below it a dispersion is none.
 MARKERS = "osD^"  # Ten colors of each.
 
 Points = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
@@ -72,29 +71,4 @@ def draw_dispersion(
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel=label)
     legend(figure, axes)
-    return figure
-
-
-def draw_tensors(
-    maps: Mapping[str, np.ndarray], tensors: Sequence[str], steps: Sequence[int]
-) -> Figure:
-    """Draws the dispersion of each tensor over time, a heat map for each graph.
-
-    Args:
-      maps: values of each graph, [rows, L], by its name.
-      tensors: names of the tensors, [L].
-      steps: step of each row.
-    """
-    height = 1.2 + 0.12 * len(tensors)
-    figure, (row,) = grid(1, len(maps), 2.2 + 2.4 * len(maps), height, sharey=True)
-    logs = {name: np.log10(np.maximum(x, FLOOR)) for name, x in maps.items()}
-    low, high = (f([f(x) for x in logs.values()]) for f in (np.min, np.max))
-    image = None
-    for axes, (name, values) in zip(row, logs.items(), strict=True):
-        extent = (steps[0], steps[-1], len(tensors) - 0.5, -0.5)
-        image = axes.imshow(values.T, aspect="auto", extent=extent, vmin=low, vmax=high)
-        axes.set(xlabel="step", title=name)
-    row[0].set_yticks(range(len(tensors)), tensors, fontsize=6)
-    if image is not None:
-        figure.colorbar(image, ax=list(row), label="log10 of the dispersion")
     return figure

@@ -1,8 +1,6 @@
 """Figures of runs: losses, scores and throughput."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,8 +13,6 @@ from train.run.history import History
 from train.store.log import PER_SECOND
 
 X_AXES = {"step": "step", "seconds": "time [s]"}
-# Among the scores of runs that count them.
-MORE_AXES = {"environment_steps": "environment steps per worker"}
 
 
 def draw_losses(runs: Sequence[History]) -> Figure:
@@ -25,27 +21,16 @@ def draw_losses(runs: Sequence[History]) -> Figure:
 
 
 def draw_evaluations(runs: Sequence[History]) -> Figure | None:
-    """Draws the main held-out score by step and by time; None where no run has any.
-
-    Also by environment steps, where a run has counted them.
-    """
-    rows = [row["mean_model"] for run in runs for row in run.evaluations()]
-    if not rows:
+    """Draws the main held-out score by step and by time; None where no run has any."""
+    if not any(run.evaluations() for run in runs):
         return None
-    more = {x: label for x, label in MORE_AXES.items() if any(x in row for row in rows)}
-    return _by_step_and_time(runs, _draw_scores, more)
+    return _by_step_and_time(runs, _draw_scores)
 
 
 def draw_consensus(runs: Sequence[History]) -> Figure:
     """Draws consensus distance and learning rate by step."""
-    figure, ((consensus, rate),) = grid(1, 2, 10, 3.4)
-    for run in runs:
-        consensus.plot(*run.curve("consensus_distance", "step"), label=run.name)
-        rate.plot(*run.curve("learning_rate", "step"), label=run.name)
-    consensus.set(xlabel="step", ylabel="consensus distance")
-    rate.set(xlabel="step", ylabel="learning rate")
-    legend(figure, consensus)
-    return figure
+    names = {"consensus_distance": "consensus distance"}
+    return _by_step(runs, names | {"learning_rate": "learning rate"})
 
 
 def draw_throughput(runs: Sequence[History]) -> Figure:
@@ -63,28 +48,27 @@ def draw_throughput(runs: Sequence[History]) -> Figure:
 
 def draw_mixed(runs: Sequence[History]) -> Figure:
     """Draws how many models of peers were mixed, and their age, by step."""
-    figure, ((count, age),) = grid(1, 2, 10, 3.4)
-    for run in runs:
-        count.plot(*run.curve("models_mixed", "step"), label=run.name)
-        age.plot(*run.curve("models_age", "step"), label=run.name)
-    count.set(xlabel="step", ylabel="models mixed per worker and step")
-    age.set(xlabel="step", ylabel="age of the models mixed [steps]")
-    legend(figure, count)
+    names = {"models_mixed": "models mixed per worker and step"}
+    return _by_step(runs, names | {"models_age": "age of the models mixed [steps]"})
+
+
+def _by_step(runs: Sequence[History], labels: Mapping[str, str]) -> Figure:
+    """Draws two columns of the log, by name, with their labels."""
+    figure, (axes,) = grid(1, 2, 10, 3.4)
+    for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        for run in runs:
+            axis.plot(*run.curve(name, "step"), label=run.name)
+        axis.set(xlabel="step", ylabel=label)
+    legend(figure, axes[0])
     return figure
 
 
 def _by_step_and_time(
-    runs: Sequence[History],
-    draw: Callable[[Axes, History, str, str], None],
-    more: Mapping[str, str] = MappingProxyType({}),
+    runs: Sequence[History], draw: Callable[[Axes, History, str, str], None]
 ) -> Figure:
-    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes.
-
-    `more` has the labels of further axes, by the name of what they are against.
-    """
-    x_axes = {**X_AXES, **more}
-    figure, axes = grid(1, len(x_axes), 5 * len(x_axes), 3.4)
-    for axis, (against, label) in zip(axes[0], x_axes.items(), strict=True):
+    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes."""
+    figure, axes = grid(1, 2, 10, 3.4)
+    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
         for number, run in enumerate(runs):
             draw(axis, run, against, f"C{number}")
         axis.set_xlabel(label)
@@ -106,8 +90,7 @@ def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
     if not rows:  # It keeps its color, as in the figure of the losses.
         return
     name: str = run.facts.get("headline") or next(iter(rows[0]["mean_model"]))
-    # A score may be called as a column of the row.
-    x = [(row["mean_model"] | row).get(against, math.nan) for row in rows]
+    x = [row[against] for row in rows]
     mean = [row["mean_model"][name] for row in rows]
     workers = [[scores[name] for scores in row["workers"]] for row in rows]
     axis.plot(x, mean, marker="o", color=color, label=run.name)

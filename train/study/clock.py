@@ -24,6 +24,7 @@ from train.run.method import Method
 from train.run.peer_run import wagma_plan
 from train.run.setup import Run
 from train.study.peer_clock import Timed, simulate_peers
+from train.study.recorded_times import recorded_times
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,9 @@ class Clock:
       sigma: standard deviation of that time, over the mean, of a gamma distribution.
       late_workers: number of workers, drawn at random in each step, that are late.
       late_by: delay of the late workers, such as 320ms.
-      trace: file with measured times in place of these, seconds of each step and
-        worker [T, N], saved by NumPy; repeated after its last step.
+      trace: measured times in place of these, repeated after their last step: the
+        folder of a run with --log.timeline, or a file with the seconds of each step and
+        worker [T, N], saved by NumPy.
       between: rate of a node to the other nodes, such as 25gbit; without one messages
         take no time.
     """
@@ -75,7 +77,7 @@ class Clock:
 
     def facts(self) -> dict[str, object]:
         """Returns the fields, as JSON has them; of a trace the times themselves."""
-        times = None if self.trace is None else np.load(self.trace).tolist()
+        times = None if self.trace is None else self._traced().tolist()
         return {**vars(self), "trace": times}
 
     def run(self, run: Run, seed: int) -> Timed:
@@ -96,10 +98,8 @@ class Clock:
                 'on, and has no clock: take "fixed"'
             )
         model, _ = jax.eval_shape(run.task.init, jax.random.key(0))
-        cluster, job = (
-            self._cluster(config.workers),
-            self._job(method.model_bytes(model)),
-        )
+        cluster = self._cluster(config.workers)
+        job = self._job(method.model_bytes(model), cluster.num_workers)
         match exchange:
             case PeerExchange():
                 _check_peers(exchange, method)
@@ -138,9 +138,18 @@ class Clock:
             between_bytes_per_second=between,
         )
 
-    def _job(self, model_bytes: float) -> runtime.Job:
+    def _traced(self) -> np.ndarray:
+        """The measured times of each worker, or of each process of a run."""
+        assert self.trace is not None
+        is_run = self.trace.is_dir()
+        return recorded_times(self.trace) if is_run else np.load(self.trace)
+
+    def _job(self, model_bytes: float, num_workers: int) -> runtime.Job:
         if self.trace is not None:
-            compute = runtime.trace(np.load(self.trace))
+            times = self._traced()
+            if self.trace.is_dir():  # All workers of a process take as long.
+                times = np.repeat(times, num_workers // times.shape[1], axis=1)
+            compute = runtime.trace(times)
         elif self.compute is not None:
             compute = runtime.gamma(seconds("compute", self.compute), self.sigma)
         else:

@@ -92,28 +92,18 @@ def in_turn(
 
 def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
     """The results of the seeds of both."""
+    return SeedsOutcome(*map(_joined, a, b))._replace(tensors=a.tensors)
 
-    def joined(x: dict[str, list], y: dict[str, list]) -> dict[str, list]:
-        return {name: x[name] + y[name] for name in x}
 
-    return SeedsOutcome(
-        a.seconds + b.seconds,
-        [(t, x + y) for (t, x), (_, y) in zip(a.losses, b.losses, strict=True)],
-        a.training_loss + b.training_loss,
-        [
-            (t, joined(x, y))
-            for (t, x), (_, y) in zip(a.evaluations, b.evaluations, strict=True)
-        ],
-        joined(a.judged, b.judged),
-        joined(a.workers, b.workers),
-        a.consensus_distance + b.consensus_distance,
-        a.tensors,
-        [
-            (t, joined(x, y))
-            for (t, x), (_, y) in zip(a.dispersion, b.dispersion, strict=True)
-        ],
-        joined(a.sent, b.sent),
-    )
+def _joined(x: Any, y: Any) -> Any:
+    """The numbers of all seeds, in dicts and rows (step, numbers); a time is a sum."""
+    match x:
+        case dict():
+            return {name: _joined(x[name], y[name]) for name in x}
+        case [tuple(), *_]:
+            rows = zip(x, y, strict=True)
+            return [(step, _joined(p, q)) for (step, p), (_, q) in rows]
+    return x + y
 
 
 def kept(

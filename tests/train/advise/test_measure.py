@@ -308,7 +308,7 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
     program.main([word for name in names for word in (name, *options[name])])
     (((config, measured_steps), *rest),) = begun
     assert config == changed(tiny.config, seed=2)
-    assert (measured_steps, *rest) == (5, 7, 2, EVERY, CODECS, Path("there"), [])
+    assert (measured_steps, *rest) == (5, 7, 2, EVERY, CODECS, Path("there"))
 
 
 def run(*command: str) -> str:
@@ -337,9 +337,7 @@ def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) ->
     assert written["advice"]["choice"] == advice.choice.name
     assert f"advice: {advice.choice.name}" in printed
     assert "exchanging: ring" in printed
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("advice.html", "advice.json", "map.svg", "steps.svg")
-    ]
+    assert {path.name for path in out.iterdir()} == {"advice.json", "steps.svg"}
     return written
 
 
@@ -364,7 +362,7 @@ def test_processes_measure_what_is_between_them(tmp_path):
         "--method all_reduce --measured-steps 2 --steps 20"
     )
     printed = run(
-        *("train.launch", "--processes", "2", "--module", "train.advise"),
+        *("train.launch", "--processes", "2", "advise"),
         *("--measure", "tests/tiny.py", *options.split(), "--out", str(tmp_path)),
     )
     lines = printed.splitlines()

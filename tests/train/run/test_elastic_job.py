@@ -275,4 +275,4 @@ def test_a_run_that_is_not_elastic_does_not_become_it(tmp_path):
     config = changed(line.config, exchange=PeerExchange())
     (tmp_path / "config.json").write_text(to_json(config))
     with pytest.raises(SystemExit, match="is no elastic run: leave out --elastic"):
-        main(["--processes", "2", "--elastic", "--resume", str(tmp_path)])
+        main(["--processes", "2", "--elastic", "resume", str(tmp_path)])
