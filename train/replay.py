@@ -101,7 +101,7 @@ def replay(run: Path, trust: Sequence[str] = ()) -> dict[int, float]:
     if len(trained.steps) < len(folders):
         raise ValueError(f"{run} has processes that left: it cannot be repeated")
     records = [read_used(folder) for folder in folders]
-    num_workers = trained.config.workers.num_workers
+    num_workers = trained.run.config.workers.num_workers
     # A process that was killed has recorded more than it has saved.
     used = [
         one
@@ -110,7 +110,7 @@ def replay(run: Path, trust: Sequence[str] = ()) -> dict[int, float]:
         if one.step < step
     ]
     lives = None
-    if trained.config.is_elastic:
+    if trained.run.place.elastic:
         lives = [
             life
             for folder, step in zip(folders, trained.steps, strict=True)
@@ -120,8 +120,7 @@ def replay(run: Path, trust: Sequence[str] = ()) -> dict[int, float]:
         recorded = len({(one.worker, one.step) for one in used})
         count = recorded if lives is None else sum(len(one.places) for one in lives)
         bar = progress.add_task(f"steps of {num_workers} workers", total=count)
-        one = make_run(trained.config, task=trained.task)
-        states = repeat(one, used, lambda *_: progress.advance(bar), lives)
+        states = repeat(trained.run, used, lambda *_: progress.advance(bar), lives)
     differences = {
         worker: _difference(state.params, trained.worker(worker)[0])
         for worker, state in enumerate(states)

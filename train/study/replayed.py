@@ -52,7 +52,7 @@ def repeat(
             "rounds are repeated where they end with a quorum: those of all workers "
             "have the numbers of exchange = auto"
         )
-    if lives is None and config.is_elastic:
+    if lives is None and run.place.elastic:
         raise ValueError(
             "an elastic run is not repeated: its records do not say who lived when"
         )
