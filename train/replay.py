@@ -25,14 +25,13 @@ from train.cli.plain_console import PlainConsole
 from train.cli.progress import progress as progress_line
 from train.cli.read import from_options
 from train.cli.tables import aligned, file_name, label
-from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison
 from train.figures.style import save_figure
 from train.network import MaybeRate
 from train.plain_files import write_whole
 from train.run.resume import saved_config
 from train.run.scores import read_trained
-from train.run.setup import make_run
+from train.run.setup import Run, make_run
 from train.run.used_record import read_used
 from train.store.folder import check_links, process_folders
 from train.store.timeline import read_timelines
@@ -192,7 +191,7 @@ def what_if(
         # For its errors, before hours of training.
         clock.run(make_run(config), config.seed)
     settings = [
-        _tried(values, config, clock, out, f"{number} of {len(every)}")
+        _tried(values, make_run(config), clock, out, f"{number} of {len(every)}")
         for number, (values, config) in enumerate(every, 1)
     ]
     first, *rest = settings
@@ -207,14 +206,14 @@ def what_if(
 
 def _tried(
     values: Sequence[str],
-    config: Config,
+    run: Run,
     clock: Clock,
     out: Path,
     place: str,
 ) -> TriedSetting:
     """What training with a setting comes to, from the folder or trained now."""
-    name, seeds = _named(values), range(config.seed, config.seed + 1)
-    run = make_run(config)
+    config, name = run.config, _named(values)
+    seeds = range(config.seed, config.seed + 1)
 
     def train() -> SeedsOutcome:
         with progress_line(f"{place}: {name}", config.num_steps) as report:

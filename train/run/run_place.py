@@ -157,7 +157,7 @@ class InJob(Alone):
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices of all workers, if the processes agree on the run."""
-        return job_mesh(self._config, meet(self._config))
+        return job_mesh(self._config.workers, meet(self._config))
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:

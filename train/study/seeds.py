@@ -96,7 +96,7 @@ def _train_together(run: Run, seeds: range, report: Report) -> SeedsOutcome:
         batch = programs.put(rows, mesh)
         taken.append(method.schedule[step - 1])
         state, metrics = train_step(state, batch, taken[-1])
-        if policy is not None and is_measured(config, step):
+        if policy is not None and is_measured(config.method, step):
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
             learn(policy, norms)
         log.add(step, metrics)

@@ -388,10 +388,11 @@ def test_an_earlier_config_has_defaults_of_later_fields(run_dir, monkeypatch):
     saved = json.loads(to_json(LINE))
     del saved["method"], saved["optimizer"]["eps"]
     monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
-    assert what_changed(run_dir, 20, LINE, Resume()) == []
+    run = make_run(LINE)
+    assert what_changed(run_dir, 20, run, Resume()) == []
     saved["seed"] = 3
     with pytest.raises(ValueError, match="settings: seed was 3 and is 0; to change"):
-        what_changed(run_dir, 20, LINE, Resume())
+        what_changed(run_dir, 20, run, Resume())
 
 
 def rows_of(state):
