@@ -84,7 +84,9 @@ def read_by_none(one: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser("python -m tests.keep_runs", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        "python -m tests.keep_runs", description=__doc__
+    ).parse_args()
     kept = f"runs_{__version__}"
     with tempfile.TemporaryDirectory() as folder:
         keep(Path(folder))

@@ -118,7 +118,7 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with writing(path):
-            write(path, trained.config, model, facts)
+            write(path, trained.run.config, model, facts)
     except SafetensorError as error:  # No OSError, also where the disk is full.
         raise SaveError(f"{path} could not be written: {error}") from error
     count = sum(x.size for x in jax.tree.leaves(model))

@@ -237,7 +237,8 @@ class Comparison:
     def _train(self, one: Candidate, seeds: range, place: str) -> SeedsOutcome:
         """The results of a config, from the folder or trained now."""
         config, task, name = one
-        size = seeds_at_once(config, len(seeds), self.at_once)
+        is_timed = self.clock.is_needed(config)
+        size = 1 if is_timed else seeds_at_once(config, len(seeds), self.at_once)
         # Each group of seeds takes all the steps.
         num_steps = math.ceil(len(seeds) / size) * config.num_steps
 
@@ -246,7 +247,6 @@ class Comparison:
             with progress(f"{place}: {name}", num_steps) as report:
                 return train_simulated(run, seeds, report, self.clock, self.at_once)
 
-        is_timed = self.clock.is_needed(config)
         facts = {"clock": self.clock.facts()} if is_timed else {}
         return kept(self.out / f"{name}.json", config, seeds, train, facts)
 

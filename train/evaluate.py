@@ -48,17 +48,17 @@ def evaluate(
     models: dict[str, Model] = jax.device_put(chosen)
     console = PlainConsole()
     with console.status(f"{len(models)} models on the held-out data"):
-        scores = build_score(trained.task)(list(models.values()))
+        scores = build_score(trained.run.task)(list(models.values()))
     # In the order of `chosen`: on a device a dict is sorted by its names as text.
     by_name = dict(zip(models, scores, strict=True))
     results = {name: by_name[name] for name in chosen}
-    if trained.task.judge is not None:
+    if trained.run.task.judge is not None:
         for number, (name, model) in enumerate(models.items()):
             with console.status(f"{name} generates ({number + 1} of {len(models)})"):
-                results[name] |= trained.task.judge(*model)
+                results[name] |= trained.run.task.judge(*model)
     facts = {"step": trained.step, "steps": trained.steps, "scores": results}
     write_json(run / "evaluation.json", facts)
-    names, units = list(next(iter(results.values()))), trained.task.units
+    names, units = list(next(iter(results.values()))), trained.run.task.units
     rows = [
         [model, *(quantity(of_model[x], units.get(x, ""), digits=4) for x in names)]
         for model, of_model in results.items()

@@ -50,7 +50,7 @@ def generate(
       ValueError: if the run's models generate no text.
     """
     trained = read_trained(run, step, trust)
-    if trained.task.generate is None:
+    if trained.run.task.generate is None:
         raise ValueError(f"the models of {run} generate no text")
     if not texts and sys.stdin.isatty():
         print("reads texts, a line each, up to Ctrl-D", file=sys.stderr)
@@ -62,7 +62,7 @@ def generate(
     _check_texts(lines)
     model = trained.mean() if worker is None else trained.worker(worker)
     params, model_state = jax.device_put(model)
-    for pieces in trained.task.generate(params, model_state, lines, sampling):
+    for pieces in trained.run.task.generate(params, model_state, lines, sampling):
         for piece in pieces:
             print(piece, end="", flush=True)
         print()

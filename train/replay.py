@@ -19,7 +19,6 @@ from train.cli.plain_console import PlainConsole
 from train.cli.read import from_options
 from train.cli.tables import aligned
 from train.run.scores import read_trained
-from train.run.setup import make_run
 from train.run.used_record import read_used
 from train.store.folder import process_folders
 from train.study.lives import read_lives
@@ -52,7 +51,7 @@ def replay(
     if len(trained.steps) < len(folders):
         raise ValueError(f"{run} has processes that left: it cannot be repeated")
     records = [read_used(folder) for folder in folders]
-    num_workers = trained.config.workers.num_workers
+    num_workers = trained.run.config.workers.num_workers
     # A process that was killed has recorded more than it has saved.
     used = [
         one
@@ -61,7 +60,7 @@ def replay(
         if one.step < step
     ]
     lives = None
-    if trained.config.is_elastic:
+    if trained.run.place.elastic:
         lives = [
             life
             for folder, step in zip(folders, trained.steps, strict=True)
@@ -71,8 +70,7 @@ def replay(
         recorded = len({(one.worker, one.step) for one in used})
         count = recorded if lives is None else sum(len(one.places) for one in lives)
         bar = progress.add_task(f"steps of {num_workers} workers", total=count)
-        one = make_run(trained.config, task=trained.task)
-        states = repeat(one, used, lambda *_: progress.advance(bar), lives)
+        states = repeat(trained.run, used, lambda *_: progress.advance(bar), lives)
     differences = {
         worker: _difference(state.params, trained.worker(worker)[0])
         for worker, state in enumerate(states)

@@ -328,7 +328,7 @@ from train.job.distributed import job_mesh, meet, start
 config = load_config(Path("tests/tiny.py"))
 start(DistributedConfig(enabled=True), config.workers.num_workers)
 hosts = meet(config)
-devices = job_mesh(config, hosts).devices.ravel()
+devices = job_mesh(config.workers, hosts).devices.ravel()
 print("mesh", [(hosts[d.process_index], d.process_index) for d in devices])
 """
 

@@ -226,11 +226,10 @@ def with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
 def _check_has(config: Config, option: str) -> None:
     """Raises a ValueError for a field of another kind of a section."""
     section, _, field = option.rpartition(".")
-    name = field.replace("-", "_")
-    if section not in KINDS or hasattr(section_of(config, section), name):
-        return
-    kinds = KINDS[section].items()
-    if others := [kind for kind, one in kinds if name in one.__dataclass_fields__]:
+    name, now = field.replace("-", "_"), section_of(config, section)
+    kinds = KINDS.get(section, {}).items()
+    others = [kind for kind, one in kinds if name in one.__dataclass_fields__]
+    if others and getattr(now, "name", None) not in others:
         of = section.rpartition(".")[2]
         shown = field if option in KINDS else f"{of}.{field.replace('_', '-')}"
         raise ValueError(

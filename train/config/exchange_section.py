@@ -20,6 +20,7 @@ class AutoExchange:
     """
 
     name: ClassVar[str] = "auto"
+    is_compiled: ClassVar[bool] = True  # Whether it can be part of the step's program.
 
 
 @checked
@@ -27,6 +28,7 @@ class InStepExchange:
     """Compiled into the step, which overlaps it on GPU and TPU."""
 
     name: ClassVar[str] = "in_step"
+    is_compiled: ClassVar[bool] = True
 
 
 @checked
@@ -34,6 +36,7 @@ class BackgroundExchange:
     """In a second thread, over the host's network: overlapped on any platform."""
 
     name: ClassVar[str] = "background"
+    is_compiled: ClassVar[bool] = False
 
 
 @checked
@@ -52,6 +55,8 @@ class ApartExchange:
       secret_file: file with the secret by which processes authenticate, readable only
         by its owner; by default created in the run's folder.
     """
+
+    is_compiled: ClassVar[bool] = False
 
     patience: Duration | Literal["auto"] | None
     bind: str = "127.0.0.1"
@@ -147,6 +152,7 @@ class QuorumExchange(ApartExchange):
     """
 
     name: ClassVar[str] = "quorum"
+    elastic: ClassVar[bool] = True
 
     patience: Duration | Literal["auto"] = "auto"
     quorum: int | None = None
@@ -201,6 +207,7 @@ class GroupExchange(ApartExchange):
     """
 
     name: ClassVar[str] = "groups"
+    elastic: ClassVar[bool] = False
 
     patience: Duration | None = 60.0
 

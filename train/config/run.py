@@ -153,15 +153,6 @@ class Config:
         """Whether each process is a separate run."""
         return isinstance(self.exchange, ApartExchange)
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether processes may join and leave."""
-        match self.exchange:
-            case PeerExchange(elastic=elastic):
-                return elastic
-            case _:
-                return isinstance(self.exchange, QuorumExchange)
-
 
 def _check_length(config: Config) -> None:
     """Raises a ValueError for an invalid name, or parts that outlast the run."""
@@ -368,7 +359,7 @@ def _check_apart(config: Config, plan: Plan) -> None:
         return
     peer_graph(topology_of(plan), takes_groups=isinstance(plan, Rounds))
     check_whole(rounds_of(plan), math.inf if exchange.patience is None else 0)
-    if config.is_elastic:
+    if exchange.elastic:
         _check_places(config, exchange.quorum_of(num_workers))
     if isinstance(exchange, QuorumExchange):
         exchange.merge(num_workers).check(num_workers)

@@ -30,7 +30,7 @@ from decentjax.gossip import Engine
 from decentjax.process.address import is_loopback, split_address
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
-from train.config import Config, DistributedConfig
+from train.config import Config, DistributedConfig, WorkersConfig
 from train.job.provenance import provenance_of
 from train.job.signals import Stopped, stop_together
 
@@ -133,17 +133,16 @@ def meet(config: Config) -> list[str]:
     return [host for host, _ in found]
 
 
-def job_mesh(config: Config, hosts: list[str]) -> Mesh:
+def job_mesh(workers: WorkersConfig, hosts: list[str]) -> Mesh:
     """A mesh of all devices, in which the workers of a node are consecutive.
 
     Args:
-      config: config of the run.
+      workers: the workers of the run.
       hosts: host name of each process, as `meet` returns them.
 
     Raises:
       ValueError: if the workers do not fit the devices, or the nodes.
     """
-    workers = config.workers
     count, rest = divmod(jax.device_count(), workers.devices_per_worker)
     if rest or count != workers.num_workers:
         of = workers.devices_per_worker

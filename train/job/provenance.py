@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import typing
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,22 +71,22 @@ def own_files(config: Config) -> list[Path]:
     return [path for path in files if path.is_file()]
 
 
-def keep_code(config: Config, folder: Path) -> None:
-    """Copies the user's own files, as NAME.DIGEST.py, beside what was kept before."""
-    for path in own_files(config):
+def keep_code(files: Iterable[Path], folder: Path) -> None:
+    """Copies files of code, as NAME.DIGEST.py, beside what was kept before."""
+    for path in files:
         text = path.read_text(encoding="utf-8")
         kept = folder / f"{path.stem}.{_digest(text.encode())}.py"
         folder.mkdir(exist_ok=True)
         write_whole(kept, text)
 
 
-def commits(config: Config) -> dict[str, str]:
+def commits(own: Iterable[Path]) -> dict[str, str]:
     """Returns the commits of decentjax and of the user's own files, where git has them.
 
     One ends in "-dirty" if its repository has changes.
     """
     files = {"decentjax": Path(decentjax.__file__)}
-    files |= {path.name: path for path in own_files(config)}
+    files |= {path.name: path for path in own}
     found = {name: _commit(path.absolute()) for name, path in files.items()}
     return {name: commit for name, commit in found.items() if commit}
 

@@ -17,7 +17,7 @@ from decentjax import AXIS, analysis, overlap, worker_mesh
 from decentjax.overlap import Estimate, StepSchedule
 from decentjax.units import rate
 from train import targets
-from train.config import AllReduceMethod, BackgroundExchange, Config
+from train.config import AllReduceMethod, Config
 from train.run.array_placement import check_examples, of_examples, shapes_on
 from train.run.build import build_in_step
 from train.run.run_place import Given
@@ -219,7 +219,7 @@ def prepare(
     for name, count in [("nodes", nodes), ("gpus-per-node", devices_per_node)]:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    if config.is_apart or isinstance(config.exchange, BackgroundExchange):
+    if not config.exchange.is_compiled:
         raise ValueError(
             f'the exchange "{config.exchange.name}" is not part of the compiled '
             "step, so there is no schedule to read: take --exchange in_step"

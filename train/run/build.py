@@ -90,7 +90,7 @@ def build_train_step(run: Run, record: Record | None = None) -> LoopStep:
     if not run.is_in_thread:
         step, chooser = build_in_step(run, step_options(run)), None
         if policy is not None and policy.measures:
-            chooser = Chooser(policy, run.config)
+            chooser = Chooser(policy, run.config.method)
         return InStep(step, chooser, record)
     assert mesh is not None  # As its place has made it.
     return run.method.beside(

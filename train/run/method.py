@@ -126,7 +126,7 @@ def build_method(config: Config, task: Task | None = None) -> Method:
       ValueError: if no leaf falls into one of the fragments of its rounds.
     """
     own = config.method
-    plan = config.plan_of(_sizes(config, task))
+    plan = config.plan_of(_sizes(own, task))
     warn_of_plan(plan)
     size = functools.partial(step_bytes, config.step.message_dtype)
     average = bind_mix(config.step, longest_dim if task is None else task.shard)
@@ -231,9 +231,9 @@ def _whole(size: Size) -> Callable[[Event, Any], Sent]:
     return sent
 
 
-def _sizes(config: Config, task: Task | None) -> list[int] | None:
+def _sizes(method: object, task: Task | None) -> list[int] | None:
     """Numbers of each leaf of the model that travel, where it is cut into fragments."""
-    if task is None or getattr(config.method, "fragments", 1) == 1:
+    if task is None or getattr(method, "fragments", 1) == 1:
         return None
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     return [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]

@@ -101,7 +101,7 @@ def build_peers(
     plan = method.plan
     match exchange:
         case GroupExchange():
-            plan = wagma_plan(config, method.is_early)
+            plan = wagma_plan(run)
         case QuorumExchange():
             common["merge"] = exchange.merge(num_workers, amounts_of(run.task))
         case PeerExchange(way=way) if method.rounds is None:
@@ -150,12 +150,12 @@ def _bound(
     return bind, book
 
 
-def wagma_plan(config: Config, is_early: bool) -> methods.Wagma:
+def wagma_plan(run: Run) -> methods.Wagma:
     """The plan of a run with the exchange "groups"."""
-    topology = config.topology
+    topology, num_workers = run.config.topology, run.config.workers.num_workers
     assert topology.mean_every is not None
-    how = config.workers.num_workers, topology.group_size, topology.mean_every
-    return methods.wagma(*how, delay=int(is_early))
+    how = num_workers, topology.group_size, topology.mean_every
+    return methods.wagma(*how, delay=int(run.method.is_early))
 
 
 def digest(config: Config) -> str:

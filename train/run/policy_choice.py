@@ -8,10 +8,7 @@ from jax.experimental import multihost_utils
 from decentjax import WorkerState
 from decentjax import policy as policies
 from decentjax.dispersion import measures_of
-from train.config import (
-    Config,
-    HoldingPolicy,
-)
+from train.config import HoldingPolicy
 
 
 class Chooser:
@@ -21,11 +18,11 @@ class Chooser:
 
     Args:
       policy: policy of the run.
-      config: config of the run.
+      method: method section of the config.
     """
 
-    def __init__(self, policy: policies.Policy, config: Config):
-        self._policy, self._config = policy, config
+    def __init__(self, policy: policies.Policy, method: object):
+        self._policy, self._method = policy, method
         self._is_new = True
 
     def begin(self, state: WorkerState) -> None:
@@ -45,7 +42,7 @@ class Chooser:
         Returns:
           The state with the graph.
         """
-        if not is_measured(self._config, step + 1):
+        if not is_measured(self._method, step + 1):
             return state
         whole = multihost_utils.process_allgather(norms, tiled=True)
         learn(self._policy, whole)
@@ -53,9 +50,9 @@ class Chooser:
         return state._replace(extra={GRAPH: graph})
 
 
-def is_measured(config: Config, step: int) -> bool:
-    """Whether the dispersion is measured after this number of steps."""
-    policy = getattr(config.method, "policy", None)
+def is_measured(method: object, step: int) -> bool:
+    """Whether a method's policy measures the dispersion after this number of steps."""
+    policy = getattr(method, "policy", None)
     return isinstance(policy, HoldingPolicy) and step % policy.every_steps == 0
 
 

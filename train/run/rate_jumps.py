@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from train.cli.config_json import make, sources
-from train.config import Config, OptimizerConfig
+from train.config import OptimizerConfig
 from train.run.optimizers import build_schedule
+from train.run.setup import Run
 from train.store.log import warn
 
 JUMP = 1.25  # Factor by which a rate changes without a word.
@@ -17,16 +18,17 @@ Scheduled = tuple[OptimizerConfig, int]
 
 
 def say_jump(
-    saved: dict[str, Any], config: Config, step: int, changed: Sequence[str]
+    saved: dict[str, Any], run: Run, step: int, changed: Sequence[str]
 ) -> dict[str, Any]:
     """Warns if the learning rate jumps where a run resumes; returns that for the log.
 
     Args:
       saved: fields of the config up to here.
-      config: config from here on.
+      run: the run from here on.
       step: number of steps done.
       changed: phrases for what differs, for the warning.
     """
+    config = run.config
     if step == config.num_steps:
         return {}
     try:

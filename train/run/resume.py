@@ -25,7 +25,7 @@ from train.cli.config_json import (
     to_json,
     with_defaults,
 )
-from train.config import Config, DistributedConfig
+from train.config import Config, DistributedConfig, OptimizerConfig
 from train.job.provenance import OTHER_GRAPH, provenance_changes, provenance_of
 from train.models.gpt2 import read_gpt2
 from train.plain_files import read_object
@@ -127,7 +127,7 @@ def _saved(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     return path, saved_fields(path)
 
 
-def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[str]:
+def what_changed(path: Path, step: int, run: Run, resume: Resume) -> list[str]:
     """Returns a phrase for each field that trains differently than at a checkpoint.
 
     `num_steps` may grow; any other such field must be named in `resume.changes`.
@@ -135,6 +135,7 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
     Raises:
       ValueError: if another field differs, or the run is past its end.
     """
+    config = run.config
     if config.num_steps < step:
         raise ValueError(
             f"{path} has done {step} steps, more than num_steps = {config.num_steps}: "
@@ -146,7 +147,7 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
     before, after = (x["workers"]["num_workers"] for x in (saved, now))
     allowed = FREE + resume.changes
     if before != after:
-        _check_workers(path, before, after, config, resume)
+        _check_workers(path, before, after, run, resume)
         allowed += ("workers", "topology")
     if now["num_steps"] > saved["num_steps"]:
         allowed += ("num_steps",)
@@ -164,10 +165,10 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
 
 
 def _check_workers(
-    path: Path, before: int, after: int, config: Config, resume: Resume
+    path: Path, before: int, after: int, run: Run, resume: Resume
 ) -> None:
     """Raises a ValueError if a run cannot continue with another number of workers."""
-    if config.is_apart:
+    if run.place.watch is not None:
         raise ValueError(
             f"{path} is of one process of {before} workers, and there are {after}: "
             "peers keep their number"
@@ -178,9 +179,9 @@ def _check_workers(
             f"and is {after}; say what becomes of the {before} models, with "
             "--resume.workers mean, repeat or select"
         )
-    plan = config.plan
+    plan = run.method.plan
     sums = isinstance(plan, Rounds) and plan.keeps_sums
-    sums |= config.optimizer.name == "exact_diffusion"
+    sums |= run.config.optimizer.name == "exact_diffusion"
     if sums and resume.workers != "mean":
         raise ValueError(
             "method.tracking, exact_diffusion and methods that keep sums carry parts "
@@ -266,10 +267,10 @@ def begin_again(run: Run, resume: Resume, check: Check) -> Begin:
                 raise ValueError(f"{why}it {error}; steps {steps} are there") from error
             warn(f"{why}it {error}")
             continue
-        changed = what_changed(found.steps[step], step, config, resume)
+        changed = what_changed(found.steps[step], step, run, resume)
         try:
             restored = _restored(found.steps[step], step, state, resume)
-            restored = _in_windows(restored, found.steps[step], config)
+            restored = _in_windows(restored, found.steps[step], config.optimizer)
             check(restored, step)
         except Exception as error:
             # In a job other processes may have read it, and would resume from it; and
@@ -279,20 +280,20 @@ def begin_again(run: Run, resume: Resume, check: Check) -> Begin:
                 raise ValueError(f"{why}{error}; steps {steps} are there") from error
             warn(f"{why}{error}")
         else:
-            edited = _edited(config, found.steps[step], step, changed)
+            edited = _edited(run, found.steps[step], step, changed)
             facts: dict[str, Any] = {"resumed": command_line(sys.argv)}
             if changed or edited:
                 facts["changed"] = changed + edited
             if changed:
                 saved = with_defaults(saved_fields(found.steps[step]))
-                facts |= say_jump(saved, config, step, changed)
+                facts |= say_jump(saved, run, step, changed)
             return Begin(step, restored, facts)
     raise AssertionError("choose returns at least one step")
 
 
-def _edited(config: Config, path: Path, step: int, changed: list[str]) -> list[str]:
+def _edited(run: Run, path: Path, step: int, changed: list[str]) -> list[str]:
     """What is another than at a checkpoint, beside the config; with a warning."""
-    found = provenance_changes(saved_provenance(path), provenance_of(config))
+    found = provenance_changes(saved_provenance(path), provenance_of(run.config))
     if any(phrase.startswith(OF_GRAPH) for phrase in changed):
         found = [phrase for phrase in found if phrase != OTHER_GRAPH]
     if found and jax.process_index() == 0:
@@ -307,13 +308,13 @@ def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> Work
     return restore_rows(path, state, num_saved, resume.workers, step)
 
 
-def _in_windows(state: WorkerState, path: Path, config: Config) -> WorkerState:
+def _in_windows(state: WorkerState, path: Path, now: OptimizerConfig) -> WorkerState:
     """The state with moments that are as old in windows of the config's steps.
 
     A window that has begun starts over.
     """
     before = with_defaults(saved_fields(path))["optimizer"]["accum_steps"]
-    after = config.optimizer.accum_steps
+    after = now.accum_steps
 
     def recounted(x: Any) -> Any:
         if not isinstance(x, ScaleByAccumAdamState):

@@ -18,7 +18,7 @@ from train.cli.config_json import sources
 from train.cli.tables import counted, write_json
 from train.cli.times import now
 from train.fields import fits, words
-from train.job.provenance import commits, provenance_of
+from train.job.provenance import commits, own_files, provenance_of
 from train.plain_files import read_object
 from train.run.nonfinite import build_local
 from train.run.setup import Run
@@ -71,7 +71,7 @@ def describe(run: Run, state: WorkerState) -> dict[str, Any]:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "training_examples": None if task.num_examples is None else task.num_examples(),
         **provenance_of(config)._asdict(),
-        "commits": commits(config),
+        "commits": commits(own_files(config)),
         "headline": task.headline.name,
         "units": dict(task.units),
         "amount": task.amount.unit,

@@ -41,7 +41,6 @@ class Alone:
     """
 
     watch: Watch | None = None  # What a process learns of its peers.
-    elastic = False  # Whether processes come and go.
 
     def __init__(self, config: Config, run_dir: Path = Path()):
         self._config, self.run_dir = config, run_dir
@@ -55,6 +54,12 @@ class Alone:
     def count(self) -> int:
         """Number of all processes."""
         return jax.process_count()
+
+    @property
+    def elastic(self) -> bool:
+        """Whether processes of the run may join and leave."""
+        exchange = self._config.exchange
+        return isinstance(exchange, ApartExchange) and exchange.elastic
 
     @property
     def first(self) -> int:
@@ -152,7 +157,7 @@ class InJob(Alone):
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices of all workers, if the processes agree on the run."""
-        return job_mesh(self._config, meet(self._config))
+        return job_mesh(self._config.workers, meet(self._config))
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
@@ -176,10 +181,6 @@ class Apart(Alone):
     Raises:
       ValueError: if it has no place, or the workers do not divide among the processes.
     """
-
-    def __init__(self, config: Config, run_dir: Path = Path()):
-        super().__init__(config, run_dir)
-        self.elastic = config.is_elastic
 
     @functools.cached_property
     def _place(self) -> JobPlace:

@@ -11,9 +11,8 @@ import numpy as np
 from decentjax import mean_model
 from train.cli.config_json import read_config
 from train.cli.tables import say_workers
-from train.config import Config
 from train.job.distributed import workers_per_process
-from train.run.setup import make_run
+from train.run.setup import Run, make_run
 from train.store.checkpoints import find_checkpoints, read_models
 from train.store.fits import is_key
 from train.store.folder import check_run, process_folders
@@ -27,16 +26,14 @@ class TrainedRun(NamedTuple):
     """The models of a run.
 
     Args:
-      config: config of the run.
-      task: the trained task.
+      run: the run, with its workers simulated.
       steps: step of the checkpoint; of peers, that of each process.
       models: params and model state of the workers, NumPy, [rows, ...].
       workers: number of the worker of each row: of an elastic run those who are in the
         mean, else 0 to N - 1.
     """
 
-    config: Config
-    task: Task
+    run: Run
     steps: tuple[int, ...]
     models: Model
     workers: tuple[int, ...]
@@ -56,7 +53,7 @@ class TrainedRun(NamedTuple):
         Raises:
           ValueError: if there is no such worker.
         """
-        num_workers = self.config.workers.num_workers
+        num_workers = self.run.config.workers.num_workers
         if not 0 <= number < num_workers:
             raise ValueError(
                 f"the run has workers 0 to {num_workers - 1}, got {number}"
@@ -93,8 +90,8 @@ def read_trained(
     if process_folders(run_dir):
         num_processes = config.distributed.num_processes or 1
         folders = {i: run_dir / f"process-{i}" for i in range(num_processes)}
-        if config.is_elastic and step is None:
-            folders = _there_to_the_end(folders, config)
+        if run.place.elastic and step is None:
+            folders = _there_to_the_end(folders, config.checkpoint.every_steps)
     count = workers_per_process(config.workers.num_workers, num_processes)
     workers = range(count)
     # Shapes alone: the checkpoint's arrays are read into them, without the optimizer's.
@@ -106,20 +103,25 @@ def read_trained(
     models = jax.tree.map(_joined, *parts)
     numbers = tuple(process * count + i for process in folders for i in workers)
     stacked = models["params"], models["model_state"]
-    return TrainedRun(config, run.task, steps, stacked, numbers)
+    return TrainedRun(run, steps, stacked, numbers)
 
 
 def _joined(*rows: Any) -> Any:
     return (jnp if is_key(rows[0]) else np).concatenate(rows)  # NumPy has no keys.
 
 
-def _there_to_the_end(folders: dict[int, Path], config: Config) -> dict[int, Path]:
-    """The processes whose newest checkpoints are about as new as that of any."""
+def _there_to_the_end(folders: dict[int, Path], every: int) -> dict[int, Path]:
+    """The processes whose newest checkpoints are about as new as that of any.
+
+    Args:
+      folders: folder of each process.
+      every: number of steps from one checkpoint to the next.
+    """
     newest = {
         process: max(find_checkpoints(folder).steps, default=-1)
         for process, folder in folders.items()
     }
-    least = max(0, max(newest.values()) - config.checkpoint.every_steps)
+    least = max(0, max(newest.values()) - every)
     gone = [process for process, step in newest.items() if step < least]
     if len(gone) == len(folders):  # Nothing is saved yet: the first is refused.
         return folders

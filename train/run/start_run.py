@@ -13,7 +13,7 @@ from train.cli.tables import counted, write_json
 from train.data.batches import Batch, Feed, feed
 from train.data.shard_feed import ShardFeed
 from train.job.distributed import MetricMeans, gather
-from train.job.provenance import keep_code, provenance_of
+from train.job.provenance import keep_code, own_files, provenance_of
 from train.plain_files import write_whole
 from train.run.build import LoopStep, build_steps, build_train_step, step_options
 from train.run.check_task import check_batch
@@ -261,7 +261,7 @@ def _prepare_folder(run: Run, step: int) -> None:
 
 def _write_config(run: Run) -> None:
     write_whole(run.folder / "config.json", to_json(run.config))
-    keep_code(run.config, run.folder / "code")
+    keep_code(own_files(run.config), run.folder / "code")
     if run.place.watch is not None:
         write_shared(run)
 

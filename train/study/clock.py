@@ -120,12 +120,12 @@ class Clock:
     def _of_groups(
         self, run: Run, cluster: runtime.Cluster, job: runtime.Job, seed: int
     ) -> Timed:
-        config, method = run.config, run.method
-        if method.is_early:
+        if run.method.is_early:
             raise ValueError(
-                f"of groups, those with method = atc have a clock, got {method.name}"
+                "of groups, those with method = atc have a clock, got "
+                f"{run.method.name}"
             )
-        groups, count = wagma_plan(config, method.is_early), config.num_steps
+        groups, count = wagma_plan(run), run.config.num_steps
         inner = butterfly_groups(groups.num_workers, groups.group_size)
         times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
         return Timed(times, gossip.averages(groups, times.start + times.compute))

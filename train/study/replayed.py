@@ -14,7 +14,7 @@ import numpy as np
 
 from decentjax import WorkerState, gossip
 from decentjax.updates import Metrics
-from train.config import Config, GroupExchange, PeerExchange, QuorumExchange
+from train.config import GroupExchange, PeerExchange, QuorumExchange
 from train.run.build import build_steps, options_on
 from train.run.nonfinite import check_gradients
 from train.run.peer_run import amounts_of, at_step, wagma_plan
@@ -52,7 +52,7 @@ def repeat(
             "rounds are repeated where they end with a quorum: those of all workers "
             "have the numbers of exchange = auto"
         )
-    if lives is None and config.is_elastic:
+    if lives is None and run.place.elastic:
         raise ValueError(
             "an elastic run is not repeated: its records do not say who lived when"
         )
@@ -75,7 +75,7 @@ def repeat(
             way = exchange.merge(len(workers), amounts_of(run.task))
             assert graph is not None
         case GroupExchange():
-            graph, way = wagma_plan(config, method.is_early), "arrived"
+            graph, way = wagma_plan(run), "arrived"
         case PeerExchange(way=way):
             graph = method.graph
         case _:
@@ -148,7 +148,7 @@ def _train(run: Run, report: Report, clock: Clock) -> SeedsOutcome:
         if num_done % (every * num_workers) == 0:
             report(num_done // num_workers, f"loss {loss:.4f}")
         before = befores[worker][step] if lives else step - 1
-        for done in _evaluated(config, before + 1, step + 1):
+        for done in _evaluated(run, before + 1, step + 1):
             # Each worker comes there at its own time.
             kept = jax.tree.map(jnp.copy, state.model_state)
             own = state.params, (), kept, jax.random.key(0)[None]
@@ -173,9 +173,9 @@ def _train(run: Run, report: Report, clock: Clock) -> SeedsOutcome:
     )
 
 
-def _evaluated(config: Config, before: int, done: int) -> list[int]:
+def _evaluated(run: Run, before: int, done: int) -> list[int]:
     """Numbers of steps at which models are evaluated, after `before` to `done`."""
-    every, last = config.evaluation.every_steps, config.num_steps
+    every, last = run.config.evaluation.every_steps, run.config.num_steps
     return [t for t in range(before + 1, done + 1) if t % every == 0 or t == last]
 
 

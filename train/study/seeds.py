@@ -57,10 +57,9 @@ def train_seeds(
 
 def seeds_at_once(config: Config, num_seeds: int, at_once: int | None = None) -> int:
     """Returns how many seeds are trained together, of as many as fit into memory."""
-    # Where the dispersion chooses the graph, each seed has its own, and what peers mix
-    # depends on the times of each.
+    # Where the dispersion chooses the graph, each seed has its own.
     policy = policy_of(config.plan)
-    is_alone = config.is_apart or (policy is not None and policy.measures)
+    is_alone = policy is not None and policy.measures
     return 1 if is_alone else at_once or num_seeds
 
 
@@ -97,7 +96,7 @@ def _train_together(run: Run, seeds: range, report: Report) -> SeedsOutcome:
         batch = programs.put(rows, mesh)
         taken.append(method.schedule[step - 1])
         state, metrics = train_step(state, batch, taken[-1])
-        if policy is not None and is_measured(config, step):
+        if policy is not None and is_measured(config.method, step):
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
             learn(policy, norms)
         log.add(step, metrics)

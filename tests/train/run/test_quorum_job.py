@@ -152,7 +152,7 @@ def as_quorum(**changes):
 def test_more_than_half_of_all_are_a_quorum_by_default():
     assert [QuorumExchange().quorum_of(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]
     assert QuorumExchange(quorum=1).quorum_of(8) == 1
-    assert as_quorum().is_elastic
+    assert as_quorum().exchange.elastic
     assert are_peers(["tests/line.py", "--exchange", "quorum"])
 
 

@@ -386,10 +386,11 @@ def test_an_earlier_config_has_defaults_of_later_fields(run_dir, monkeypatch):
     saved = json.loads(to_json(LINE))
     del saved["method"], saved["optimizer"]["eps"]
     monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
-    assert what_changed(run_dir, 20, LINE, Resume()) == []
+    run = make_run(LINE)
+    assert what_changed(run_dir, 20, run, Resume()) == []
     saved["seed"] = 3
     with pytest.raises(ValueError, match="settings: seed was 3 and is 0; to change"):
-        what_changed(run_dir, 20, LINE, Resume())
+        what_changed(run_dir, 20, run, Resume())
 
 
 def rows_of(state):
@@ -662,7 +663,7 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
     config = changed(LINE, task=Keyed(), num_steps=5)
     last = train(config, tmp_path).state.model_state["keys"]
     read = read_trained(tmp_path, trust=["test_resume"])
-    scores = build_score(read.task)([read.mean(), read.worker(3)])
+    scores = build_score(read.run.task)([read.mean(), read.worker(3)])
     wanted = [float(jax.random.normal(last[i, 0])) for i in (0, 3)]
     assert [x["drawn"] for x in scores] == pytest.approx(wanted)
     assert read.worker(3)[1]["keys"].dtype == last.dtype
