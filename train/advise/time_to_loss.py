@@ -12,6 +12,7 @@ from train.advise.rounds_advice import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
+from train.fields import place_of
 from train.plain_files import read_json
 from train.run.method import build_method
 
@@ -187,9 +188,15 @@ def flags_of(one: Contender, overlap: Overlap) -> str:
     if method.hides_beside and overlap == "background":
         options["exchange"] = overlap
     return " ".join(
-        f"--{x.replace('_', '-')}" + ("" if y is True else f" {y}")
+        f"--{x.replace('_', '-')}" + ("" if y is True else f" {_as_typed(y)}")
         for x, y in options.items()
     )
+
+
+def _as_typed(value: Any) -> str:
+    if callable(value):
+        return place_of(value)
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _smaller(job: Job, factor: float) -> Job:

@@ -1,12 +1,23 @@
 """Reads the config.json of earlier versions.
 
 The sections of 0.2 had fields of several kinds, up to 0.3 a method was in three, and up
-to 0.4 navigation was a task of the program.
+to 0.4 navigation was a task of the program, and numbers that few change were fields.
 """
 
 from typing import Any
 
 NAVIGATION = "examples/navigation/navigate.py:NavigateTask"
+# Fields of 0.4 with their defaults, by the field whose own function has others.
+GONE = {
+    "exchange.merge": {
+        **{"weights": "tokens", "discount": 0.5, "guard": "none", "guard_ratio": 5.0},
+        **{"oldest": None, "trimmed": 0},
+    },
+    "topology.make": {"seed": 0},
+    "optimizer.decay": {"decay_factor": 0.1},
+    "method": {"power": 1.0},
+}
+OF_MOMENTUM = "sgd", "exact_diffusion", "qg_dsgdm"
 
 
 def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
@@ -21,11 +32,18 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
         fields["task"] = {**task, "kind": NAVIGATION}
     if isinstance(exchange, dict) and isinstance(exchange.get("where"), str):
         fields["exchange"] = _exchange(exchange)
-        fields["rounds"] = _rounds(fields.get("rounds", {}))
     if isinstance(policy, dict) and isinstance(policy.get("name"), str):
         fields["policy"] = _policy(policy)
     if not isinstance(fields.get("method"), dict):
         fields |= _method(fields)
+    fields.pop("straggler", None)
+    if isinstance(method := fields["method"], dict):
+        fields["method"] = _in_own_form(method)
+    if "optimizer" in fields:
+        fields["optimizer"] = _optimizer(fields["optimizer"])
+    for name in ("exchange", "topology"):
+        if name in fields:
+            fields[name] = _without_gone(fields[name])
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
         # The deadline of a step is in its place, and each start has its own.
         fields["distributed"] = {x: job[x] for x in job if x != "timeout_seconds"}
@@ -50,10 +68,49 @@ def _exchange(old: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "peers", "way": way, "patience": patience} | shared | own
 
 
-def _rounds(old: dict[str, Any]) -> dict[str, Any]:
-    # 1 was the default, which is None now; with copies it is the step that was taken.
-    unused = old.get("copy_step") == 1 and not old.get("copies")
-    return {x: old[x] for x in old if not (unused and x == "copy_step")}
+def _in_own_form(old: dict[str, Any]) -> dict[str, Any]:
+    """A method of 0.4, of whose merge and copies the numbers were fields."""
+    new = {x: old[x] for x in old if x not in ("share", "copy_step")}
+    if old.get("merge") == "blend":
+        new["merge"] = ["blend", old.get("share", 0.5)]
+    if isinstance(has_copies := old.get("copies"), bool):
+        new["copies"] = (old.get("copy_step") or "auto") if has_copies else None
+    if isinstance(policy := old.get("policy"), dict):
+        new["policy"] = _without_gone(policy)
+    return new
+
+
+def _optimizer(old: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer of 0.4, with a momentum and own functions as fields beside."""
+    new = _without_gone(old)
+    momentum, b1 = new.pop("momentum", None), old.get("b1")
+    if momentum is not None and old.get("name") in OF_MOMENTUM:
+        new["b1"] = momentum
+    if momentum not in (None, b1) and old.get("name") == "muon":
+        raise ValueError(
+            f"its optimizer is muon with momentum = {momentum} and b1 = {b1}, which "
+            "are one field now: read it with decentjax 0.4, and in a new run set "
+            "optimizer.name to a function of yours"
+        )
+    if make := new.pop("make", None):
+        new["name"] = make
+    if schedule := new.pop("schedule", None):
+        new |= {"decay": schedule, "decay_steps": []}
+    return new
+
+
+def _without_gone(old: dict[str, Any]) -> dict[str, Any]:
+    """A section without fields that are gone; raises if one has another value."""
+    for instead, fields in GONE.items():
+        for name, default in fields.items():
+            if old.get(name, default) != default:
+                raise ValueError(
+                    f"it has {name} = {old[name]}, which is no longer a field: read it "
+                    f"with decentjax 0.4, and in a new run set {instead} to a function "
+                    "of yours, FILE.py:NAME"
+                )
+    gone = {name for fields in GONE.values() for name in fields}
+    return {x: old[x] for x in old if x not in gone}
 
 
 def _method(fields: dict[str, Any]) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
         name, equals, value = option.replace("_", "-").partition("=")
         given[name] = value if equals else after
     count, own = given.get("--num-steps", ""), config.optimizer.warmup_steps
-    is_own = "--optimizer.warmup-steps" in given or config.optimizer.schedule
+    is_own = "--optimizer.warmup-steps" in given or callable(config.optimizer.decay)
     if count.isdecimal() and int(count) <= (own or 0) and not is_own:
         optimizer, config = copy.copy(config.optimizer), copy.copy(config)
         object.__setattr__(optimizer, "warmup_steps", int(count) // 2)

@@ -34,14 +34,13 @@ class Kind(NamedTuple):
 
 
 def _exact_diffusion(
-    schedule: optax.Schedule, momentum: float
+    schedule: optax.Schedule, b1: float
 ) -> optax.GradientTransformation:
-    return exact_diffusion(optax.sgd(schedule, momentum))
+    return exact_diffusion(optax.sgd(schedule, b1))
 
 
 def _muon(
     schedule: optax.Schedule,
-    momentum: float,
     b1: float,
     b2: float,
     eps: float,
@@ -50,7 +49,7 @@ def _muon(
 ) -> optax.GradientTransformation:
     # The rate -1 leaves the direction as it is. Its own decay would be without the mask
     # for all that is no matrix: kernels of convolutions and biases alike.
-    direction = optax.contrib.muon(-1.0, beta=momentum, eps=eps, adam_b1=b1, adam_b2=b2)
+    direction = optax.contrib.muon(-1.0, beta=b1, eps=eps, adam_b1=b1, adam_b2=b2)
     return optax.chain(
         direction,
         optax.add_decayed_weights(weight_decay, mask),
@@ -65,10 +64,12 @@ OPTIMIZERS = {
     "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
     "adam": Kind(optax.adam, MOMENTS, decouples=False),
     "lion": Kind(optax.lion, ("b1", "b2"), decouples=True),
-    "muon": Kind(_muon, ("momentum", *MOMENTS), decouples=True),
-    "sgd": Kind(optax.sgd, ("momentum",), decouples=False),
-    "exact_diffusion": Kind(_exact_diffusion, ("momentum",), decouples=False),
-    "qg_dsgdm": Kind(quasi_global_momentum, ("momentum",), decouples=False),
+    "muon": Kind(_muon, MOMENTS, decouples=True),
+    "sgd": Kind(lambda rate, b1: optax.sgd(rate, b1), ("b1",), decouples=False),
+    "exact_diffusion": Kind(_exact_diffusion, ("b1",), decouples=False),
+    "qg_dsgdm": Kind(
+        lambda rate, b1: quasi_global_momentum(rate, b1), ("b1",), decouples=False
+    ),
 }
 
 
@@ -92,8 +93,8 @@ def optimizer_with(
     steps = [watch_gradients()]
     if config.clip_norm is not None:
         steps.append(clip_by_global_norm(config.clip_norm))
-    if config.make is not None:
-        return optax.chain(*steps, _own_optimizer(config.make, schedule))
+    if callable(config.name):
+        return optax.chain(*steps, _own_optimizer(config.name, schedule))
     make, options, decouples = OPTIMIZERS[config.name]
     named: dict[str, Any] = {option: getattr(config, option) for option in options}
     decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
@@ -138,7 +139,7 @@ def _own_optimizer(
         made = made.gradient_transformation()
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
-            f"optimizer.make = {place_of(make)} must return an optax optimizer, a "
+            f"optimizer.name = {place_of(make)} must return an optax optimizer, a "
             f"GradientTransformation, got {made!r}"
         )
     return made

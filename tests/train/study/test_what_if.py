@@ -130,10 +130,9 @@ def test_the_setting_that_is_first_at_the_loss_of_the_run_comes_first():
 @pytest.mark.draw(2)
 def test_a_run_says_which_setting_would_have_been_best(tmp_path):
     """With a slow process, whom two of three do not await."""
-    late = ("--straggler.kind", "fixed", "--straggler.who", "2")
-    late += ("--straggler.seconds", "0.2", "--num-steps", "80", "--log.timeline")
+    late = ("--on-step", "tests/late.py:fixed", "--num-steps", "80", "--log.timeline")
     argv = rounds_command(tmp_path, 3, *late, "--exchange.silent-seconds", "60")
-    with started(sys.executable, *argv) as job:
+    with started(sys.executable, *argv, LATE="2 0.2") as job:
         ended(job)
     argv = [*(sys.executable, "-m", "train.replay", str(tmp_path))]
     argv += ["--exchange.quorum", "2", "3", "--trust", "tests/line.py"]
