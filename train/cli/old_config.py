@@ -7,17 +7,15 @@ to 0.4 navigation was a task of the program, and numbers that few change were fi
 from typing import Any
 
 NAVIGATION = "examples/navigation/navigate.py:NavigateTask"
-# Fields of 0.4 with their defaults, by the field whose own function has others.
+# Fields of 0.4 with their default, which alone is read, and the field of which an own
+# function has other values.
+MERGE = "exchange.merge"
 GONE = {
-    "exchange.merge": {
-        **{"weights": "tokens", "discount": 0.5, "guard": "none", "guard_ratio": 5.0},
-        **{"oldest": None, "trimmed": 0},
-    },
-    "topology.make": {"seed": 0},
-    "optimizer.decay": {"decay_factor": 0.1},
-    "method": {"power": 1.0},
+    **{"weights": ("tokens", MERGE), "discount": (0.5, MERGE), "trimmed": (0, MERGE)},
+    **{"guard": ("none", MERGE), "guard_ratio": (5.0, MERGE), "oldest": (None, MERGE)},
+    **{"seed": (0, "topology.make"), "decay_factor": (0.1, "optimizer.decay")},
+    "power": (1.0, "method"),
 }
-OF_MOMENTUM = "sgd", "exact_diffusion", "qg_dsgdm"
 
 
 def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
@@ -37,13 +35,14 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(fields.get("method"), dict):
         fields |= _method(fields)
     fields.pop("straggler", None)
-    if isinstance(method := fields["method"], dict):
-        fields["method"] = _in_own_form(method)
-    if "optimizer" in fields:
-        fields["optimizer"] = _optimizer(fields["optimizer"])
-    for name in ("exchange", "topology"):
-        if name in fields:
-            fields[name] = _without_gone(fields[name])
+    sections = {"exchange": _without_gone, "topology": _without_gone}
+    for name, change in {
+        **sections,
+        "optimizer": _optimizer,
+        "method": _rounds,
+    }.items():
+        if isinstance(part := fields.get(name), dict):
+            fields[name] = change(part)
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
         # The deadline of a step is in its place, and each start has its own.
         fields["distributed"] = {x: job[x] for x in job if x != "timeout_seconds"}
@@ -68,7 +67,7 @@ def _exchange(old: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "peers", "way": way, "patience": patience} | shared | own
 
 
-def _in_own_form(old: dict[str, Any]) -> dict[str, Any]:
+def _rounds(old: dict[str, Any]) -> dict[str, Any]:
     """A method of 0.4, of whose merge and copies the numbers were fields."""
     new = {x: old[x] for x in old if x not in ("share", "copy_step")}
     if old.get("merge") == "blend":
@@ -83,34 +82,29 @@ def _in_own_form(old: dict[str, Any]) -> dict[str, Any]:
 def _optimizer(old: dict[str, Any]) -> dict[str, Any]:
     """An optimizer of 0.4, with a momentum and own functions as fields beside."""
     new = _without_gone(old)
-    momentum, b1 = new.pop("momentum", None), old.get("b1")
-    if momentum is not None and old.get("name") in OF_MOMENTUM:
-        new["b1"] = momentum
-    if momentum not in (None, b1) and old.get("name") == "muon":
-        raise ValueError(
-            f"its optimizer is muon with momentum = {momentum} and b1 = {b1}, which "
-            "are one field now: read it with decentjax 0.4, and in a new run set "
-            "optimizer.name to a function of yours"
-        )
-    if make := new.pop("make", None):
-        new["name"] = make
-    if schedule := new.pop("schedule", None):
-        new |= {"decay": schedule, "decay_steps": []}
-    return new
+    make, schedule = new.pop("make", None), new.pop("schedule", None)
+    if (momentum := new.pop("momentum", None)) is not None:
+        if old.get("name") == "muon":  # Which took both.
+            _check_gone("momentum", momentum, old.get("b1"), "optimizer.name")
+        if old.get("name") in ("sgd", "exact_diffusion", "qg_dsgdm"):
+            new["b1"] = momentum
+    own = {"decay": schedule, "decay_steps": []} if schedule else {}
+    return new | own | ({"name": make} if make else {})
 
 
 def _without_gone(old: dict[str, Any]) -> dict[str, Any]:
-    """A section without fields that are gone; raises if one has another value."""
-    for instead, fields in GONE.items():
-        for name, default in fields.items():
-            if old.get(name, default) != default:
-                raise ValueError(
-                    f"it has {name} = {old[name]}, which is no longer a field: read it "
-                    f"with decentjax 0.4, and in a new run set {instead} to a function "
-                    "of yours, FILE.py:NAME"
-                )
-    gone = {name for fields in GONE.values() for name in fields}
-    return {x: old[x] for x in old if x not in gone}
+    for name, (default, instead) in GONE.items():
+        _check_gone(name, old.get(name, default), default, instead)
+    return {x: old[x] for x in old if x not in GONE}
+
+
+def _check_gone(name: str, value: Any, wanted: Any, instead: str) -> None:
+    """Raises a ValueError if a field that is gone has another value."""
+    if value != wanted:
+        raise ValueError(
+            f"it has {name} = {value}, not {wanted}, which is no longer a field: read "
+            f"it with decentjax 0.4, or set {instead} to a function of yours"
+        )
 
 
 def _method(fields: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from train.cli.load import load_function
 from train.cli.meaning import meant
@@ -33,7 +29,7 @@ TYPES = ConstructorRegistry()
 
 
 @TYPES.primitive_rule
-def _own_function(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+def _own_function(kind: Any) -> PrimitiveConstructorSpec | None:
     """A function as an option: FILE.py:NAME."""
     if typing.get_origin(kind.type) is not collections.abc.Callable:
         return None

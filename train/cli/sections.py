@@ -56,7 +56,6 @@ OF_METHOD = {
 
 if typing.TYPE_CHECKING:
     ExchangeName = MethodName = PolicyName = str  # A type checker cannot read them.
-    OwnMethod = OwnTopology = str | None
 else:
     # Shown by --help, and read by `take_sections`.
     ExchangeName = Annotated[
@@ -74,24 +73,6 @@ else:
     PolicyName = Annotated[
         Literal[tuple(KINDS["method.policy"])],
         tyro.conf.arg(help="the graph of each step; see --policy NAME --help."),
-    ]
-
-    OwnMethod = Annotated[
-        str | None,
-        tyro.conf.arg(
-            name="method",
-            metavar="FILE.py:NAME",
-            help="your own algorithm, a function from the number of workers to a plan.",
-        ),
-    ]
-    OwnTopology = Annotated[
-        str | None,
-        tyro.conf.arg(
-            name="topology",
-            metavar="FILE.py:NAME",
-            help="your own graph, a function from the number of workers to a Topology; "
-            "of a name it is --topology.name.",
-        ),
     ]
 
 

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
     Args:
       make: function of the schedule and the options.
-      options: fields of the config that it takes.
+      options: fields of the config that it takes, after the schedule.
       decouples: whether it decays the weights itself, apart from the gradient.
     """
 
@@ -59,17 +59,15 @@ def _muon(
 
 MOMENTS = ("b1", "b2", "eps")
 OPTIMIZERS = {
-    "accum_adamw": Kind(accum_adamw, (*MOMENTS, "accum_steps"), decouples=True),
-    "accum_adam": Kind(accum_adam, (*MOMENTS, "accum_steps"), decouples=False),
+    "accum_adamw": Kind(accum_adamw, ("accum_steps", *MOMENTS), decouples=True),
+    "accum_adam": Kind(accum_adam, ("accum_steps", *MOMENTS), decouples=False),
     "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
     "adam": Kind(optax.adam, MOMENTS, decouples=False),
     "lion": Kind(optax.lion, ("b1", "b2"), decouples=True),
     "muon": Kind(_muon, MOMENTS, decouples=True),
-    "sgd": Kind(lambda rate, b1: optax.sgd(rate, b1), ("b1",), decouples=False),
+    "sgd": Kind(optax.sgd, ("b1",), decouples=False),
     "exact_diffusion": Kind(_exact_diffusion, ("b1",), decouples=False),
-    "qg_dsgdm": Kind(
-        lambda rate, b1: quasi_global_momentum(rate, b1), ("b1",), decouples=False
-    ),
+    "qg_dsgdm": Kind(quasi_global_momentum, ("b1",), decouples=False),
 }
 
 
@@ -96,13 +94,12 @@ def optimizer_with(
     if callable(config.name):
         return optax.chain(*steps, _own_optimizer(config.name, schedule))
     make, options, decouples = OPTIMIZERS[config.name]
-    named: dict[str, Any] = {option: getattr(config, option) for option in options}
-    decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
+    values = (getattr(config, option) for option in options)
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
     if decouples:
-        named |= decay
-    else:
-        steps.append(optax.add_decayed_weights(**decay))
-    return optax.chain(*steps, make(schedule, **named))
+        return optax.chain(*steps, make(schedule, *values, **decay))
+    steps.append(optax.add_decayed_weights(**decay))
+    return optax.chain(*steps, make(schedule, *values))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
