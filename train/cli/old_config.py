@@ -35,14 +35,10 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(fields.get("method"), dict):
         fields |= _method(fields)
     fields.pop("straggler", None)
-    sections = {"exchange": _without_gone, "topology": _without_gone}
-    for name, change in {
-        **sections,
-        "optimizer": _optimizer,
-        "method": _rounds,
-    }.items():
+    own = {"optimizer": _optimizer, "method": _rounds}
+    for name in ("exchange", "topology", *own):
         if isinstance(part := fields.get(name), dict):
-            fields[name] = change(part)
+            fields[name] = own.get(name, _without_gone)(part)
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
         # The deadline of a step is in its place, and each start has its own.
         fields["distributed"] = {x: job[x] for x in job if x != "timeout_seconds"}

@@ -168,9 +168,7 @@ class QuorumExchange(ApartExchange):
           ValueError: if the own function does not return how.
         """
         count = self.quorum_of(num_workers)
-        if self.merge is None:
-            return Quorum(count, count_tokens=count_tokens)
-        made = call_own(self.merge, "exchange.merge", count, "the quorum")
+        made = call_own(self.merge or Quorum, "exchange.merge", count, "the quorum")
         if not isinstance(made, Quorum) or made.count != count:
             raise ValueError(
                 f"exchange.merge = {place_of(self.merge)} must return a gossip.Quorum "
