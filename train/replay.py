@@ -19,18 +19,17 @@ from rich.progress import Progress
 
 from train.cli.changes import FIELDS, take_fields
 from train.cli.command import command
-from train.cli.config_json import read_fields
+from train.cli.config_json import read_config, read_fields
 from train.cli.options import Trust
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import progress as progress_line
 from train.cli.read import from_options
 from train.cli.tables import aligned, file_name, label
-from train.config import Config
+from train.config import Config, DistributedConfig
 from train.figures.comparison_figure import Panel, draw_comparison
 from train.figures.style import save_figure
 from train.network import MaybeRate
 from train.plain_files import write_whole
-from train.run.resume import saved_config
 from train.run.scores import read_trained
 from train.run.setup import make_run
 from train.run.used_record import read_used
@@ -176,7 +175,8 @@ def what_if(
             f"{run} has no timeline, which says how long its workers computed: train "
             "with --log.timeline"
         )
-    own = saved_config(run, None, trust)
+    own = read_config(run / "config.json", trust)
+    own = dataclasses.replace(own, distributed=DistributedConfig())
     try:
         count = read_fields(run / "config.json")["distributed"]["num_processes"]
         sizes = own.num_steps, own.workers.num_workers, count
