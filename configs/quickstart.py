@@ -96,6 +96,6 @@ quickstart_streaming = dataclasses.replace(
         delay=5,
         outer="nesterov",
         learning_rate=0.4,
-        merge="blend",
+        merge=("blend", 0.5),
     ),
 )

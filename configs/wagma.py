@@ -58,7 +58,7 @@ wagma_digits = Config(
         warmup_steps=50,
         decay="steps",
         decay_steps=(300, 600, 800),
-        momentum=0.9,
+        b1=0.9,  # The momentum.
         weight_decay=1e-4,
         clip_norm=None,
     ),
@@ -150,7 +150,7 @@ wagma_imagenet = dataclasses.replace(
         warmup_steps=5 * 312,
         decay="steps",
         decay_steps=(30 * 312, 60 * 312, 80 * 312),
-        momentum=0.9,
+        b1=0.9,  # The momentum.
         weight_decay=1e-4,
         clip_norm=None,
     ),

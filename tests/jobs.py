@@ -92,9 +92,9 @@ def launch(
     return started(*launcher, "--run-dir", str(run_dir), *options, **env)
 
 
-def relaunch(processes: int, run_dir: Path, *options: str):
+def relaunch(processes: int, run_dir: Path, *options: str, **env: str):
     launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes))
-    return started(*launcher, "resume", str(run_dir), *options)
+    return started(*launcher, "resume", str(run_dir), *options, **env)
 
 
 def ended(process: subprocess.Popen[str]) -> str:

@@ -46,7 +46,7 @@ ALONE = {
     "tracking": f"{ROUNDS} ring --method.every-steps 2 --method.delay 1 "
     "--method.tracking",
     "copies": f"{ROUNDS} ring --method.every-steps 1 --method.codec int4 "
-    "--method.copies",
+    "--method.copies auto",
     "policy": "--policy thinning --policy.epoch-steps 2 --policy.degree 2",
 }
 PEERS = "--log.timeline --topology.name ring --exchange"

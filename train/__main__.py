@@ -44,7 +44,7 @@ from train.cli.load import check_folder, own_sinks
 from train.cli.new_run import read_new_run
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
-from train.cli.sections import ExchangeName, MethodName, OwnTopology, name_of
+from train.cli.sections import ExchangeName, MethodName, name_of
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.run.loop import Outcome, train
@@ -161,7 +161,6 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
         exchange: ExchangeName = default.exchange.name,
         method: MethodName = method,
-        own_graph: OwnTopology = None,
     ) -> None:
         """Resumes a run with its own config.
 
@@ -172,7 +171,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
             saved models and moments, those of the saved workers in turn ("repeat"), or
             those of the first ("select").
         """
-        del trust, exchange, method, own_graph  # Read above.
+        del trust, exchange, method  # Read above.
         run_here(config, run_dir, Resume(step, fields, workers), sinks=sinks)
 
     prog = f"decentjax resume {run_dir}"

@@ -42,8 +42,8 @@ PAPERS = {
     "dpsgd": "awc",
     "gossip": "awc",
     "ada": "awc --policy thinning",
-    "choco_sgd": "rounds --method.every-steps 1 --method.codec int8 --method.copies "
-    "--topology.name ring",
+    "choco_sgd": "rounds --method.every-steps 1 --method.codec int8 "
+    "--method.copies auto --topology.name ring",
     "d2": "atc --optimizer.name exact_diffusion --topology.name ring "
     "--topology.factor 0.5",
     "diloco": "rounds --method.every-steps 500 --method.outer nesterov "

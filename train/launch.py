@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from symtable import symtable
 
-from decentjax.distributed.place import ASKED, JobPlace, variables_of
+from decentjax.distributed.place import ASKED, OURS, JobPlace, variables_of
 from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
@@ -275,7 +275,9 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
             Process(
                 str(i),
                 command_line([module, *rest], places, i, free),
-                environment(options.processes, i, os.environ) | more,
+                environment(options.processes, i, os.environ)
+                | {OURS.process_id: str(i)}
+                | more,
                 is_ready=module != "train",
             )
             for i in range(options.processes)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benches.logged import run_logged
+from benches.quality import late
 from benches.quality.compared import ComparedMethod
 from benches.quality.curves import Curve, Settings, name_of, with_values
 from benches.quality.seconds import NetworkSetting
@@ -50,7 +51,7 @@ def real(
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
         argv = [*_train(method, path, config, delay, values), "--run-dir", str(folder)]
         log = out / f"{folder.name}.txt"  # The name ends with a number: no suffix.
-        _run(argv, config.workers.num_workers, setting, log)
+        _run(argv, config.workers.num_workers, setting, log, delay)
         (folder / "done").touch()
     own = process_folders(folder)  # Of peers each process has its rows.
     return as_curve(read_metrics(own[0] if own else folder), config.num_steps)
@@ -84,13 +85,16 @@ def _train(
         if config.is_apart:
             options += ["--exchange.bind", INTERFACE]
         if delay:
-            late = ["--straggler.kind", "rotating", "--straggler.seconds", str(delay)]
-            options += late
+            options += ["--on-step", f"{late.__file__}:rotating"]
     return [module, str(path), *options]
 
 
 def _run(
-    argv: list[str], num_nodes: int, setting: NetworkSetting | None, log: Path
+    argv: list[str],
+    num_nodes: int,
+    setting: NetworkSetting | None,
+    log: Path,
+    delay: float,
 ) -> None:
     """Runs a module as the workers of an emulated cluster.
 
@@ -100,4 +104,4 @@ def _run(
     limit = [] if setting is None else ["--rate", setting.rate]
     python = [sys.executable, "-m", "decentjax"]
     emulate = [*python, "train.emulate", "--nodes", str(num_nodes), *limit]
-    run_logged([*emulate, "--", *python, *argv], log)
+    run_logged([*emulate, "--", *python, *argv], log, {late.SECONDS: str(delay)})

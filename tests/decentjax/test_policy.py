@@ -344,7 +344,7 @@ def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
         ("thinning", {"degree": 6, "per_epoch": 2.0}),
         ("holding", {"target": 0.01}),
         ("holding", {"target": 0.02, "graphs": ("complete", "one_peer_ring", "alone")}),
-        ("damping", {"power": 2.0}),
+        ("damping", {}),
         ("merged", {}),
     ],
 )
@@ -395,8 +395,7 @@ def test_the_mixing_factor_falls_with_the_learning_rate():
         ("thinning", {"degree": 1}, "2 <= least <= degree"),
         ("thinning", {"epoch_steps": 0}, "epoch_steps must be at least 1"),
         ("holding", {"every_steps": 0}, "every_steps must be at least 1"),
-        ("damping", {"power": -1.0}, "power must be at least 0"),
-        ("fixed", {"power": 1.0}, "FixedPolicy has no field 'power'"),
+        ("fixed", {"target": 1.0}, "FixedPolicy has no field 'target'"),
     ],
 )
 def test_configs_of_policies_that_make_no_sense_are_refused(name, options, words):

@@ -263,8 +263,8 @@ FIELDS = """
     task task.kind task.model task.model.context task.unknown task.__class__ name
     num_steps workers workers.num_workers topology topology.name optimizer.decay_steps
     distributed exchange exchange.addresses step step.xla_options data.skew
-    topology.make optimizer.make optimizer.schedule method on_step on_evaluation
-    method.policy.graphs unknown __class__ straggler.who
+    topology.make optimizer.name optimizer.decay method on_step on_evaluation
+    method.policy.graphs unknown __class__ exchange.merge
 """
 
 

@@ -8,9 +8,9 @@ processes of the training job.
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -20,7 +20,7 @@ from train.advise.rank import compare
 from train.advise.rounds_advice import CODECS, EVERY, compare_rounds
 from train.advise.setting import Flags, Setting
 from train.cli.command import command, show_usage
-from train.cli.load import load_config, load_function
+from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import over
@@ -28,8 +28,6 @@ from train.cli.read import from_options
 from train.cli.sections import (
     ExchangeName,
     MethodName,
-    OwnMethod,
-    OwnTopology,
     name_of,
     take_sections,
 )
@@ -53,8 +51,8 @@ def main(arguments: list[str]) -> int:
         every: tuple[int, ...] = EVERY,
         codecs: tuple[CodecName, ...] = CODECS,
         out: Path = Path("runs/advice"),
-        own_method: OwnMethod = None,
-        own_graph: OwnTopology = None,
+        method: Callable[[int], Any] | None = None,
+        topology: Callable[[int], Any] | None = None,
     ) -> int:
         """Predicts step times on a cluster, and advises.
 
@@ -70,12 +68,12 @@ def main(arguments: list[str]) -> int:
           every: numbers of steps between rounds, for methods with rounds.
           codecs: how their messages are encoded.
           out: folder for advice.json and steps.svg.
+          method: your own algorithm, a function from the number of workers to a plan.
+          topology: your own graph, a function from the number of workers to a Topology.
         """
         if min(every, default=1) < 1:
             raise ValueError(f"every must have numbers of at least 1, got {every}")
-        method = own_method and load_function(own_method, "--method")
-        make = own_graph and load_function(own_graph, "--topology")
-        own = (TopologyConfig(make=make),) if make else ()
+        own = (TopologyConfig(make=topology),) if topology else ()
         setting = dataclasses.replace(flags.setting(), own=own, method=method)
         return look(setting, steps, seed, every, codecs, out)
 
@@ -139,7 +137,6 @@ def _measured(arguments: list[str]) -> int:
         out: Path = Path("runs/advice"),
         exchange: ExchangeName = default.exchange.name,
         method: MethodName = method,
-        own_graph: OwnTopology = None,
     ) -> int:
         """Measures a config on these processes, predicts its step times, and advises.
 
@@ -151,7 +148,7 @@ def _measured(arguments: list[str]) -> int:
           steps: number of simulated steps.
           out: folder for advice.json and steps.svg.
         """
-        del exchange, method, own_graph  # Read above.
+        del exchange, method  # Read above.
         if min(steps, measured_steps) < 1:
             raise ValueError(
                 "steps and measured_steps must be positive, got "

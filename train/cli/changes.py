@@ -33,9 +33,7 @@ RATES = tuple(
         "initial_learning_rate",
         "final_learning_rate",
         "warmup_steps",
-        "decay",
         "decay_steps",
-        "decay_factor",
     )
 )
 
@@ -157,7 +155,7 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
     Raises:
       ValueError: if there is no such field, or it would change nothing.
     """
-    schedule = config.optimizer.schedule
+    own = config.optimizer.decay
     named = {full_name(field): value for field, value in values.items()}
     values = {field: value_of(field, value) for field, value in named.items()}
     config, _ = take_sections(config, [f"--{k}={v}" for k, v in values.items()])
@@ -166,10 +164,11 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str = "") -> Co
         now = check_field(config, field, prog or f"--{field}")
         if now is False and not value:  # A flag has no value.
             values[field] = "True"
-        if schedule is not None and field.replace("-", "_") in RATES:
+        is_rate = field.replace("-", "_") in RATES
+        if callable(own) and is_rate and "optimizer.decay" not in values:
             raise ValueError(
-                f"--{field} would change nothing, as optimizer.schedule = "
-                f"{place_of(schedule)} has the rates"
+                f"--{field} would change nothing, as optimizer.decay = {place_of(own)} "
+                "has the rates"
             )
     return from_options(
         Config,

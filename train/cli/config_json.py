@@ -19,8 +19,9 @@ from train.tasks.shipped import MODULES, is_shipped, shipped_task
 PLACES = (
     "task.kind",
     "topology.make",
-    "optimizer.make",
-    "optimizer.schedule",
+    "optimizer.name",
+    "optimizer.decay",
+    "exchange.merge",
     "method",
 )
 HOOKS = ("on_step", "on_evaluation")
@@ -139,7 +140,7 @@ def sources(config: Config) -> tuple[str, ...]:
     """Returns the modules and files of what a config trains that is the user's own."""
     fields = json.loads(to_json(config))
     parts = (place.rpartition(".") for place in PLACES)
-    places = ((fields[x] if x else fields)[name] for x, _, name in parts)
+    places = ((fields[x] if x else fields).get(name) for x, _, name in parts)
     return tuple(x.partition(":")[0] for x in places if isinstance(x, str) and ":" in x)
 
 
@@ -253,7 +254,7 @@ def make(kind: Any, fields: dict[str, Any], trust: Sequence[str] = ()) -> Any:
         if isinstance(x, dict) and kinds_of(hint):
             of_kind, given = _kind_and_fields(x)
             return make(kind_of(name, of_kind), given, trust)
-        if isinstance(x, str) and takes_function(hint):
+        if isinstance(x, str) and ":" in x and takes_function(hint):
             return find_own(x, trust, f"{kind.__name__}.{name}")
         return _as_tuple(x)
 

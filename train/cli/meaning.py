@@ -33,7 +33,7 @@ ELSEWHERE = {
     "--optimizer.decay": "scheduler schedule lr-scheduler lr-scheduler-type",
     "--optimizer.clip-norm": "clip grad-clip max-grad-norm clip-grad-norm "
     "gradient-clip-val",
-    "--optimizer.b1": "beta1 adam-beta1",
+    "--optimizer.b1": "beta1 adam-beta1 momentum",
     "--optimizer.b2": "beta2 adam-beta2",
     "--log.every-steps": "log-every log-interval logging-steps log-every-n-steps",
     "--log.sinks": "logger wandb tensorboard mlflow report-to",

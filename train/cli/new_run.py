@@ -11,7 +11,6 @@ from train.cli.read import from_options
 from train.cli.sections import (
     ExchangeName,
     MethodName,
-    OwnTopology,
     PolicyName,
     name_of,
     section_of,
@@ -58,7 +57,6 @@ def read_new_run(path: Path, options: Sequence[str]) -> NewRun:
         exchange: ExchangeName = default.exchange.name,
         method: MethodName = method,
         policy: PolicyName = policy,
-        own_graph: OwnTopology = None,
     ) -> NewRun:
         """Trains the config.
 
@@ -71,7 +69,7 @@ def read_new_run(path: Path, options: Sequence[str]) -> NewRun:
           auto_resume: whether to resume the run if the folder has a checkpoint; for
             schedulers that restart jobs, such as Slurm.
         """
-        del exchange, method, policy, own_graph  # Read above.
+        del exchange, method, policy  # Read above.
         folder = run_dir or Path("runs") / config.name
         return NewRun(config, folder, init_from, auto_resume, trust)
 

@@ -1,12 +1,21 @@
 """Reads the config.json of earlier versions.
 
 The sections of 0.2 had fields of several kinds, up to 0.3 a method was in three, and up
-to 0.4 navigation was a task of the program.
+to 0.4 navigation was a task of the program, and numbers that few change were fields.
 """
 
 from typing import Any
 
 NAVIGATION = "examples/navigation/navigate.py:NavigateTask"
+# Fields of 0.4 with their default, which alone is read, and the field of which an own
+# function has other values.
+MERGE = "exchange.merge"
+GONE = {
+    **{"weights": ("tokens", MERGE), "discount": (0.5, MERGE), "trimmed": (0, MERGE)},
+    **{"guard": ("none", MERGE), "guard_ratio": (5.0, MERGE), "oldest": (None, MERGE)},
+    **{"seed": (0, "topology.make"), "decay_factor": (0.1, "optimizer.decay")},
+    "power": (1.0, "method"),
+}
 
 
 def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
@@ -21,11 +30,15 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
         fields["task"] = {**task, "kind": NAVIGATION}
     if isinstance(exchange, dict) and isinstance(exchange.get("where"), str):
         fields["exchange"] = _exchange(exchange)
-        fields["rounds"] = _rounds(fields.get("rounds", {}))
     if isinstance(policy, dict) and isinstance(policy.get("name"), str):
         fields["policy"] = _policy(policy)
     if not isinstance(fields.get("method"), dict):
         fields |= _method(fields)
+    fields.pop("straggler", None)
+    own = {"optimizer": _optimizer, "method": _rounds}
+    for name in ("exchange", "topology", *own):
+        if isinstance(part := fields.get(name), dict):
+            fields[name] = own.get(name, _without_gone)(part)
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
         # The deadline of a step is in its place, and each start has its own.
         fields["distributed"] = {x: job[x] for x in job if x != "timeout_seconds"}
@@ -51,9 +64,43 @@ def _exchange(old: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rounds(old: dict[str, Any]) -> dict[str, Any]:
-    # 1 was the default, which is None now; with copies it is the step that was taken.
-    unused = old.get("copy_step") == 1 and not old.get("copies")
-    return {x: old[x] for x in old if not (unused and x == "copy_step")}
+    """A method of 0.4, of whose merge and copies the numbers were fields."""
+    new = {x: old[x] for x in old if x not in ("share", "copy_step")}
+    if old.get("merge") == "blend":
+        new["merge"] = ["blend", old.get("share", 0.5)]
+    if isinstance(has_copies := old.get("copies"), bool):
+        new["copies"] = (old.get("copy_step") or "auto") if has_copies else None
+    if isinstance(policy := old.get("policy"), dict):
+        new["policy"] = _without_gone(policy)
+    return new
+
+
+def _optimizer(old: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer of 0.4, with a momentum and own functions as fields beside."""
+    new = _without_gone(old)
+    make, schedule = new.pop("make", None), new.pop("schedule", None)
+    if (momentum := new.pop("momentum", None)) is not None:
+        if old.get("name") == "muon":  # Which took both.
+            _check_gone("momentum", momentum, old.get("b1"), "optimizer.name")
+        if old.get("name") in ("sgd", "exact_diffusion", "qg_dsgdm"):
+            new["b1"] = momentum
+    own = {"decay": schedule, "decay_steps": []} if schedule else {}
+    return new | own | ({"name": make} if make else {})
+
+
+def _without_gone(old: dict[str, Any]) -> dict[str, Any]:
+    for name, (default, instead) in GONE.items():
+        _check_gone(name, old.get(name, default), default, instead)
+    return {x: old[x] for x in old if x not in GONE}
+
+
+def _check_gone(name: str, value: Any, wanted: Any, instead: str) -> None:
+    """Raises a ValueError if a field that is gone has another value."""
+    if value != wanted:
+        raise ValueError(
+            f"it has {name} = {value}, not {wanted}, which is no longer a field: read "
+            f"it with decentjax 0.4, or set {instead} to a function of yours"
+        )
 
 
 def _method(fields: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from train.config import Config
 ConfigArgument = Annotated[Config, tyro.conf.arg(name="")]
 
 # Classes are those of the config file: a union of classes would otherwise become
-# subcommands. A flag has one form, the one that changes its default. Functions, which
-# no text can give, are no options.
+# subcommands. A flag has one form, the one that changes its default.
 AS_OPTIONS = (
     tyro.conf.AvoidSubcommands,
     tyro.conf.FlagCreatePairsOff,

@@ -1,18 +1,22 @@
 """Reads a command line by tyro, and says what is wrong with it in one sentence."""
 
 import ast
+import collections.abc
 import contextlib
 import difflib
 import io
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
+from train.cli.load import load_function
 from train.cli.meaning import meant
-from train.fields import nearest, words
+from train.fields import nearest, place_of, words
 
 try:
     # Not a part of tyro's public interface: without it, errors are tyro's own.
@@ -21,6 +25,34 @@ except ImportError:
     mistakes = None
 
 WRONG = 2  # The exit code of a wrong command line.
+TYPES = ConstructorRegistry()
+
+
+@TYPES.primitive_rule
+def _own_function(kind: Any) -> PrimitiveConstructorSpec | None:
+    """A function as an option: FILE.py:NAME."""
+    if typing.get_origin(kind.type) is not collections.abc.Callable:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FILE.py:NAME",
+        instance_from_str=lambda texts: _load(*texts),
+        is_instance=callable,
+        str_from_instance=lambda function: [place_of(function)],
+    )
+
+
+def _load(place: str) -> Any:
+    """The function of a place; ends if its file is wrong, as tyro hides such errors."""
+    if ":" not in place:
+        raise ValueError(f"invalid literal: {place!r}")
+    try:
+        return load_function(place, "function")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(WRONG) from error
+
+
 # How tyro's messages for a text of the wrong kind begin; others come from our checks.
 NOT_OF_KIND = (
     "invalid literal",
@@ -55,13 +87,13 @@ def from_options(
     def names() -> list[str]:
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            read(kind, args=["--help"], **how)
+            read(kind, args=["--help"], registry=TYPES, **how)
         found = re.findall(r"--[\w.-]+", shown.getvalue())
         return list(dict.fromkeys([*found, *also]))
 
     commands = list(kind) if isinstance(kind, dict) else []
     with _sentences(lambda event: _sentence(event, commands, names)):
-        return read(kind, args=args, **how)
+        return read(kind, args=args, registry=TYPES, **how)
 
 
 @contextlib.contextmanager
@@ -130,7 +162,9 @@ def _not_made(message: str, argument: Any, names: Callable[[], list[str]]) -> st
     got = re.search(r"(?::|from) (\[.*\]|'.*')\.?$", first)
     value = ast.literal_eval(got[1]) if got else first
     value = value if isinstance(value, str) else " ".join(value)
-    return f"{_wanted(argument)}, got {value!r}"
+    near = nearest(value, argument.field.type_stripped)
+    hint = f": did you mean {near!r}?" if near else ""
+    return f"{_wanted(argument)}, got {value!r}{hint}"
 
 
 def _wanted(argument: Any) -> str:
@@ -139,10 +173,10 @@ def _wanted(argument: Any) -> str:
     if hint in (int, float, str, bool):
         return f"{name} must be {words(hint)}"
     # {None}|{{dirichlet} FLOAT} is "None or dirichlet 0.1".
-    form = re.sub(r"\{([\w. ]+)\}", r"\1", str(argument.lowered.metavar))
-    form = re.sub(r"\{([\w. ]+)\}", r"\1", form).replace("|", " or ")
+    form = re.sub(r"\{([\w., ]+)\}", r"\1", str(argument.lowered.metavar))
+    form = re.sub(r"\{([\w., ]+)\}", r"\1", form).replace("|", " or ")
     form = re.sub(r"\[?(\w+) \[\1 \.\.\.\]\]?", r"\1 \1", form)
-    example = form.replace("FLOAT", "0.1").replace("INT", "2")
+    example = form.replace("FLOAT", "0.1").replace("INT", "2").replace(",", " or ")
     return f"{name} takes, for example, {example}"
 
 

@@ -56,7 +56,6 @@ OF_METHOD = {
 
 if typing.TYPE_CHECKING:
     ExchangeName = MethodName = PolicyName = str  # A type checker cannot read them.
-    OwnMethod = OwnTopology = str | None
 else:
     # Shown by --help, and read by `take_sections`.
     ExchangeName = Annotated[
@@ -74,24 +73,6 @@ else:
     PolicyName = Annotated[
         Literal[tuple(KINDS["method.policy"])],
         tyro.conf.arg(help="the graph of each step; see --policy NAME --help."),
-    ]
-
-    OwnMethod = Annotated[
-        str | None,
-        tyro.conf.arg(
-            name="method",
-            metavar="FILE.py:NAME",
-            help="your own algorithm, a function from the number of workers to a plan.",
-        ),
-    ]
-    OwnTopology = Annotated[
-        str | None,
-        tyro.conf.arg(
-            name="topology",
-            metavar="FILE.py:NAME",
-            help="your own graph, a function from the number of workers to a Topology; "
-            "of a name it is --topology.name.",
-        ),
     ]
 
 
@@ -211,7 +192,7 @@ def with_a_shorter_warmup(config: Config, options: Sequence[str]) -> Config:
         name, equals, value = option.replace("_", "-").partition("=")
         given[name] = value if equals else after
     count, own = given.get("--num-steps", ""), config.optimizer.warmup_steps
-    is_own = "--optimizer.warmup-steps" in given or config.optimizer.schedule
+    is_own = "--optimizer.warmup-steps" in given or callable(config.optimizer.decay)
     if count.isdecimal() and int(count) <= (own or 0) and not is_own:
         optimizer, config = copy.copy(config.optimizer), copy.copy(config)
         object.__setattr__(optimizer, "warmup_steps", int(count) // 2)

@@ -36,7 +36,6 @@ from train.config.parts import (
     EvaluationConfig,
     LogConfig,
     StepConfig,
-    StragglerConfig,
 )
 from train.config.policy_section import (
     DampingPolicy,
@@ -78,7 +77,6 @@ __all__ = [
     "QuorumExchange",
     "RoundsMethod",
     "StepConfig",
-    "StragglerConfig",
     "ThinningPolicy",
     "TopologyConfig",
     "TopologyName",

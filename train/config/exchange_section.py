@@ -1,14 +1,16 @@
 """Where models are averaged: in the step, beside it, or peer to peer."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from decentjax.gossip import AutoPatience, Guard, Quorum
+from decentjax.gossip import AutoPatience, Quorum
 from decentjax.gossip.quorum import count_examples
 from train.config.checks import check_at_least
 from train.config.duration import Duration
-from train.fields import checked
+from train.config.own import call_own
+from train.fields import checked, place_of
 
 
 @checked
@@ -138,17 +140,8 @@ class QuorumExchange(ApartExchange):
         half of all workers, so that at most one side of a network partition trains.
       silent_seconds: silence in seconds after which a process counts as gone, until it
         reports again.
-      weights: what a contribution weighs: the "tokens" that it was trained on (or what
-        else the task counts), "tokens_squared_per_step" for tokens * (tokens / steps),
-        or "equal".
-      discount: factor of the weight of a contribution for each round that it is late.
-      guard: what happens to a contribution that is far from the own model: "refuse"
-        leaves it out, "clip" takes a part of it, "none" trusts all.
-      guard_ratio: its distance over the median of all, from which on it is far.
-      oldest: largest number of rounds that a contribution may be late, with a guard;
-        None for any.
-      trimmed: number of largest and of smallest values that are left out of the mean of
-        each parameter.
+      merge: your own function from the quorum to a `decentjax.gossip.Quorum` of as
+        many contributions, with other weights or a guard; at the top level of a module.
     """
 
     name: ClassVar[str] = "quorum"
@@ -157,42 +150,37 @@ class QuorumExchange(ApartExchange):
     patience: Duration | Literal["auto"] = "auto"
     quorum: int | None = None
     silent_seconds: Duration = 5.0
-    weights: Literal["tokens", "tokens_squared_per_step", "equal"] = "tokens"
-    discount: float = 0.5
-    guard: Literal["none", "refuse", "clip"] = "none"
-    guard_ratio: float = 5.0
-    oldest: int | None = None
-    trimmed: int = 0
+    merge: Callable[[int], Quorum] | None = None
 
     def __post_init__(self):
         if self.patience != "auto":
             check_at_least(self, 0, "patience")
         check_at_least(self, 1, "silent_seconds")
-        given = type(self)
-        unused = (self.guard_ratio, self.oldest) != (given.guard_ratio, given.oldest)
-        if self.guard == "none" and unused:
-            raise ValueError(
-                "exchange.guard-ratio and exchange.oldest are for a guard: set "
-                "exchange.guard to refuse or clip, or leave them out"
-            )
-        self.merge(1)  # For its errors.
+        if self.quorum is not None:
+            check_at_least(self, 1, "quorum")
 
     def quorum_of(self, num_workers: int) -> int:
         """The number of contributions without which a round does not end."""
         return num_workers // 2 + 1 if self.quorum is None else self.quorum
 
-    def merge(
+    def build_merge(
         self,
         num_workers: int,
         count_tokens: Callable[[Any], Sequence[int]] = count_examples,
     ) -> Quorum:
-        """How a round of N workers merges contributions."""
-        guard = None
-        if self.guard != "none":
-            guard = Guard(self.guard_ratio, self.guard, self.oldest)
+        """How a round of N workers merges contributions.
+
+        Raises:
+          ValueError: if the own function does not return how.
+        """
         count = self.quorum_of(num_workers)
-        how = self.weights, self.discount, guard, self.trimmed
-        return Quorum(count, *how, count_tokens)
+        made = call_own(self.merge or Quorum, "exchange.merge", count, "the quorum")
+        if not isinstance(made, Quorum) or made.count != count:
+            raise ValueError(
+                f"exchange.merge = {place_of(self.merge)} must return a gossip.Quorum "
+                f"with a count of {count}, got {made}"
+            )
+        return dataclasses.replace(made, count_tokens=count_tokens)
 
 
 @checked

@@ -64,7 +64,6 @@ class TopologyConfig:
       group_size: number of workers in a group, for butterfly_groups; None for about the
         square root of the number of workers.
       period: number of matchings, for random_matching.
-      seed: seed of the matchings, for random_matching.
       between: graph between the nodes, for hierarchical.
       factor: damping f in (0, 1], (1 - f) I + f W.
       mean_every: number of exchanges between means over all workers, which are not
@@ -79,7 +78,6 @@ class TopologyConfig:
     degree: int = 2
     group_size: int | None = None
     period: int = 8
-    seed: int = 0
     between: TopologyName = "ring"
     factor: float = 1.0
     mean_every: int | None = None
@@ -117,7 +115,7 @@ class TopologyConfig:
 
     def _make(self, name: str, num_workers: int, **nodes: Any) -> Topology:
         function = getattr(topologies, name)
-        options = {**vars(self), **nodes}
+        options = {"seed": 0, **vars(self), **nodes}
         _, *wanted = inspect.signature(function).parameters  # After num_workers.
         # A hierarchy of hierarchies has no meaning here.
         if "workers_per_node" in wanted and not nodes:

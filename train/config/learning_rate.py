@@ -9,6 +9,8 @@ import optax
 from train.config.optimizer import OptimizerConfig
 from train.fields import place_of
 
+DROP = 0.1  # The factor at each of `decay_steps`.
+
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """A linear warm-up, then the config's decay; or its own schedule.
@@ -16,8 +18,8 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     Raises:
       ValueError: if the function of its own returns no schedule.
     """
-    if config.schedule is not None:
-        return _own_schedule(config.schedule, num_steps)
+    if callable(config.decay):
+        return _own_schedule(config.decay, num_steps)
     peak, warmup = config.learning_rate, config.warmup_over(num_steps)
     if config.decay == "cosine":
         return optax.warmup_cosine_decay_schedule(
@@ -33,7 +35,7 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     def inverse_sqrt(past):
         return peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0)))
 
-    factors = {step - warmup: config.decay_factor for step in config.decay_steps}
+    factors = {step - warmup: DROP for step in config.decay_steps}
     after = {
         "inverse_sqrt": inverse_sqrt,
         "steps": optax.piecewise_constant_schedule(peak, factors),
@@ -51,7 +53,7 @@ def _own_schedule(
     rate = jax.eval_shape(made, step) if callable(made) else None
     if getattr(rate, "shape", None) != ():
         raise ValueError(
-            f"optimizer.schedule = {place_of(make)} must return a function from a step "
+            f"optimizer.decay = {place_of(make)} must return a function from a step "
             f"to a learning rate, a scalar, got {made!r}"
         )
     return made

@@ -20,7 +20,7 @@ from decentjax.compression import (
 from decentjax.methods import Tracking, all_reduce
 from decentjax.plan import GradientMean
 from decentjax.policy import Policy
-from decentjax.rounds import blend, cut_leaves, replace, shift
+from decentjax.rounds import Merge, blend, cut_leaves, replace, shift
 from decentjax.topology import Topology
 from train.config.checks import check_at_least, check_at_most
 from train.config.graph import MOST_EXCHANGES
@@ -126,8 +126,8 @@ class RoundsMethod:
       learning_rate: learning rate of the outer optimizer.
       momentum: its momentum.
       merge: how a worker continues: "replace" takes the result, "shift" adds what the
-        worker has learned since it sent, "blend" is `share` x + (1 - share) result.
-      share: part of the worker's own model, for "blend".
+        worker has learned since it sent, "blend" and a share of the worker's own model
+        are `share x + (1 - share) result`.
       codec: how messages are encoded: 16, 8, 4 or 2 bits per number, or the largest
         numbers; the error of a message is sent later. With an outer optimizer it
         encodes how far a worker has moved, and needs means of all models. "int2" and
@@ -135,11 +135,10 @@ class RoundsMethod:
       sent_share: share of the numbers that "top_k" sends.
       sent_bits: bits of each of them, in addition to its index.
       error_kept: part of the error that is sent later.
-      copies: whether to send changes to copies that peers keep, as in CHOCO-SGD; for a
-        graph that never changes.
-      copy_step: step towards the average of the copies, in (0, 1]; by default the share
-        of a number that the codec keeps, such as 0.5 for "int2" and `sent_share` for
-        "top_k".
+      copies: step in (0, 1] towards the average of copies that peers keep, to which
+        changes are sent, as in CHOCO-SGD; for a graph that never changes. "auto" is the
+        share of a number that the codec keeps, such as 0.5 for "int2" and `sent_share`
+        for "top_k"; None has no copies.
       tracking: whether workers descend along an estimate of the mean gradient, which is
         averaged with the model: gradient tracking, for heterogeneous data; without a
         codec, and between peers only if they wait for all.
@@ -153,37 +152,35 @@ class RoundsMethod:
     outer: Literal["none", "nesterov", "heavy_ball"] = "none"
     learning_rate: float = 0.7
     momentum: float = 0.9
-    merge: Literal["replace", "shift", "blend"] = "replace"
-    share: float = 0.5
+    merge: Literal["replace", "shift"] | tuple[Literal["blend"], float] = "replace"
     codec: CodecName = "none"
     sent_share: float = 0.01
     sent_bits: Literal[32, 8, 4, 2] = 32
     error_kept: float = 1.0
-    copies: bool = False
-    copy_step: float | None = None
+    copies: float | Literal["auto"] | None = None
     tracking: bool = False
 
     def __post_init__(self):
         check_at_least(self, 1, "every_steps", "fragments")
         check_at_most(self, MOST_EXCHANGES, "every_steps", "fragments")
         check_at_least(self, 0, "error_kept")
-        step = 1.0 if self.copy_step is None else self.copy_step
+        step = 1.0 if self.copies in (None, "auto") else self.copies
         if self.error_kept > 1 or not 0 < step <= 1:
             raise ValueError(
-                "error_kept must be in [0, 1] and copy_step in (0, 1], got "
-                f"{self.error_kept} and {self.copy_step}"
+                "error_kept must be in [0, 1] and copies in (0, 1], got "
+                f"{self.error_kept} and {self.copies}"
             )
-        if self.copies and (self.codec == "none" or self.outer != "none"):
+        if self.copies is not None and (self.codec == "none" or self.outer != "none"):
             raise ValueError(
                 "method.copies needs encoded models: set method.codec, and "
                 'method.outer to "none"'
             )
-        of_models = self.outer == "none" and not self.copies
+        of_models = self.outer == "none" and self.copies is None
         if of_models and not sends_models(self._codec()):
             raise ValueError(
                 f"method.codec = {self.codec} has too large an error on models, and "
-                "workers would diverge: set method.copies, for a graph that never "
-                "changes, "
+                "workers would diverge: set method.copies to auto, for a graph that "
+                "never changes, "
                 'method.outer with topology.name = "complete", or method.codec to int8'
             )
         if self.tracking and self.codec != "none":
@@ -191,11 +188,11 @@ class RoundsMethod:
                 "method.tracking sends models and estimates unencoded: leave "
                 f"method.codec at none, got {self.codec}"
             )
-        check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
-        if not (self.momentum < 1 and self.share < 1):
+        check_at_least(self, 0, "delay", "learning_rate", "momentum")
+        self._merge()  # For its errors.
+        if not self.momentum < 1:
             raise ValueError(
-                "momentum and share must be less than 1, got "
-                f"{self.momentum} and {self.share}"
+                f"method.momentum must be less than 1, got {self.momentum}"
             )
         self._check_used()
         # Raises for a delay that is longer than a round.
@@ -228,9 +225,8 @@ class RoundsMethod:
         if self.fragments > 1:
             leaves = [1] * self.fragments if sizes is None else sizes
             fragments = cut_leaves(leaves, self.fragments)
-        merges = {"replace": replace, "shift": shift, "blend": blend(self.share)}
         when = self.every_steps, self.delay, fragments
-        how = self._outer(), merges[self.merge], self._compression()
+        how = self._outer(), self._merge(), self._compression()
         return (Tracking if self.tracking else Rounds)(topology, *when, *how)
 
     def _outer(self) -> optax.GradientTransformation | None:
@@ -239,14 +235,19 @@ class RoundsMethod:
         looks_ahead = self.outer == "nesterov"
         return optax.sgd(self.learning_rate, self.momentum, nesterov=looks_ahead)
 
+    def _merge(self) -> Merge:
+        if isinstance(self.merge, tuple):
+            return blend(self.merge[1])
+        return {"replace": replace, "shift": shift}[self.merge]
+
     def _codec(self) -> Codec:
         return make_codec(self.codec, self.sent_share, self.sent_bits)
 
     def _compression(self) -> Compression | None:
         if self.codec == "none":
             return None
-        if self.copies:
-            return copies(self._codec(), self.copy_step)
+        if self.copies is not None:
+            return copies(self._codec(), None if self.copies == "auto" else self.copies)
         encoded = error_feedback if self.outer == "none" else drift
         return encoded(self._codec(), keep=self.error_kept)
 
@@ -255,7 +256,6 @@ class RoundsMethod:
         is_used = {
             "learning_rate": ("outer", self.outer != "none"),
             "momentum": ("outer", self.outer != "none"),
-            "share": ("merge", self.merge == "blend"),
             "sent_share": ("codec", self.codec == "top_k"),
             "sent_bits": ("codec", self.codec == "top_k"),
         }

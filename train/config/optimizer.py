@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from train.config.checks import check_at_least
-from train.fields import checked
+from train.fields import checked, place_of
 
 WARMUP = 50  # Steps, of a run that is long enough.
 
@@ -14,6 +14,8 @@ WARMUP = 50  # Steps, of a run that is long enough.
 class OptimizerConfig:
     """The local optimizer and its schedule: a linear warm-up, then the decay.
 
+    Your own functions are at the top level of a module, `FILE.py:NAME` as options.
+
     Args:
       name: "accum_adamw", "adamw", "lion" and "muon" subtract weight decay times
         learning rate times parameters from the parameters; the others add weight decay
@@ -21,60 +23,57 @@ class OptimizerConfig:
         shapes use Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm" correct
         for heterogeneous data; the first needs a topology.factor of 0.5, is D² with
         method "atc" and EXTRA with "awc", and accumulates the rounding of exchanges, so
-        that method.tracking is better for many steps at a low rate.
+        that method.tracking is better for many steps at a low rate. Your own function
+        from the schedule to an optax optimizer has its own options and weight decay.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak; None takes 50, or half of a short
         run, and ends before `decay_steps`.
       decay: "cosine" down to the final learning rate at the last step; "inverse_sqrt",
-        the peak times sqrt(warmup_steps / step); "steps", the peak times `decay_factor`
-        once for each of the `decay_steps` reached.
+        the peak times sqrt(warmup_steps / step); "steps", the peak times 0.1 once for
+        each of the `decay_steps` reached. Your own function from `num_steps` to an
+        optax schedule replaces the warm-up too.
       final_learning_rate: learning rate at the last step, for "cosine".
       decay_steps: ascending steps, for "steps"; none keeps the peak.
-      decay_factor: factor at each of them, in (0, 1].
-      momentum: m in `v <- m v + gradient`, the direction of a step of "sgd" and
-        "exact_diffusion", the quasi-global momentum of "qg_dsgdm", and the decay rate
-        of the momentum of "muon".
       accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
-      b1: decay rate of the first moment.
+      b1: decay rate of the first moment, and the momentum: m in `v <- m v + gradient`,
+        the direction of a step of "sgd" and "exact_diffusion", the quasi-global one of
+        "qg_dsgdm", and that of "muon".
       b2: decay rate of the second moment.
       eps: term added to the root of the second moment.
       weight_decay: coefficient for parameters of two dims or more.
       clip_norm: largest global norm of a worker's gradient, or of its estimate with
         method.tracking; None does not clip.
-      make: your own function from the schedule to an optax optimizer, which replaces
-        the named one, its options and the weight decay; at the top level of a module.
-      schedule: your own function from `num_steps` to an optax schedule, which replaces
-        warm-up and decay; at the top level of a module.
     """
 
-    name: Literal[
-        "accum_adamw",
-        "accum_adam",
-        "adamw",
-        "adam",
-        "lion",
-        "muon",
-        "sgd",
-        "exact_diffusion",
-        "qg_dsgdm",
-    ] = "accum_adamw"
+    name: (
+        Literal[
+            "accum_adamw",
+            "accum_adam",
+            "adamw",
+            "adam",
+            "lion",
+            "muon",
+            "sgd",
+            "exact_diffusion",
+            "qg_dsgdm",
+        ]
+        | Callable[[Callable], Any]
+    ) = "accum_adamw"
     learning_rate: float = 1e-3
     initial_learning_rate: float = 0.0
     warmup_steps: int | None = None
-    decay: Literal["cosine", "inverse_sqrt", "steps"] = "cosine"
+    decay: Literal["cosine", "inverse_sqrt", "steps"] | Callable[[int], Callable] = (
+        "cosine"
+    )
     final_learning_rate: float = 1e-4
     decay_steps: tuple[int, ...] = ()
-    decay_factor: float = 0.1
-    momentum: float = 0.9
     accum_steps: int = 4
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
-    make: Callable[[Callable], Any] | None = None
-    schedule: Callable[[int], Callable] | None = None
 
     def __post_init__(self):
         check_at_least(self, 0, "learning_rate", "initial_learning_rate")
@@ -84,7 +83,7 @@ class OptimizerConfig:
         if self.warmup_steps is not None:
             check_at_least(self, int(self.decay == "inverse_sqrt"), "warmup_steps")
         self._check_decay_steps()
-        for name in ("b1", "b2", "momentum"):
+        for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"optimizer.{name} must be in [0, 1), got {getattr(self, name)}"
@@ -105,7 +104,7 @@ class OptimizerConfig:
         if self.decay_steps and self.decay != "steps":
             raise ValueError(
                 'optimizer.decay_steps need optimizer.decay = "steps", got '
-                f'"{self.decay}"'
+                f"{place_of(self.decay) if callable(self.decay) else self.decay}"
             )
         # The decay begins after the warm-up.
         ascending = (self.warmup_steps or 0, *self.decay_steps)
@@ -113,8 +112,4 @@ class OptimizerConfig:
             raise ValueError(
                 "optimizer.decay_steps must ascend and be greater than warmup_steps = "
                 f"{self.warmup_steps or 0}, got {self.decay_steps}"
-            )
-        if not 0 < self.decay_factor <= 1:
-            raise ValueError(
-                f"optimizer.decay_factor must be in (0, 1], got {self.decay_factor}"
             )

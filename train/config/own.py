@@ -31,18 +31,20 @@ def build_plan(make: Make, num_workers: int) -> Plan:
     raise ValueError(f"method = {place_of(make)} must return {wanted}, got {made}")
 
 
-def call_own(make: Callable, field: str, num_workers: int) -> object:
-    """Returns what an own function of a field makes of the number of workers.
+def call_own(
+    make: Callable, field: str, count: int, of: str = "the number of workers"
+) -> object:
+    """Returns what an own function of a field makes of the count of something.
 
     Raises:
       ValueError: if it raises an error.
     """
     try:
-        return make(num_workers)
+        return make(count)
     except Exception as error:
         raise ValueError(
-            f"{field} = {place_of(make)} must take the number of workers, and raises "
-            f"for {num_workers}: {type(error).__name__}: {error}"
+            f"{field} = {place_of(make)} must take {of}, and raises for {count}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -65,30 +65,6 @@ class StepConfig:
 
 
 @checked
-class StragglerConfig:
-    """Artificial delays of some processes, to measure how they propagate.
-
-    Args:
-      kind: "none"; "fixed" delays the processes `who` at each step; "rotating" delays
-        process t mod P at step t; "random" delays each process at each step by a draw
-        from a normal distribution, clipped at 0.
-      who: numbers of the processes, for "fixed".
-      seconds: the delay, or the mean of the draws.
-      deviation: standard deviation of the draws, seconds.
-    """
-
-    kind: Literal["none", "fixed", "rotating", "random"] = "none"
-    who: tuple[int, ...] = (0,)
-    seconds: Duration = 0.3
-    deviation: Duration = 0.1
-
-    def __post_init__(self):
-        check_at_least(self, 0, "seconds", "deviation")
-        if min(self.who, default=0) < 0:
-            raise ValueError(f"straggler.who must be at least 0, got {min(self.who)}")
-
-
-@checked
 class DistributedConfig:
     """Discovery of the processes of a job.
 

@@ -110,30 +110,21 @@ class HoldingPolicy:
 
 @checked
 class DampingPolicy:
-    """DSGD-AC: the topology with a mixing factor that falls with the learning rate.
-
-    Args:
-      power: p in the factor (learning rate / its peak)^p.
-    """
+    """DSGD-AC: the topology with a mixing factor that falls with the learning rate."""
 
     name: ClassVar[str] = "damping"
-
-    power: float = 1.0
-
-    def __post_init__(self):
-        check_at_least(self, 0, "power")
 
     def build(self, parts: PlanParts) -> Policy:
         """Returns the policy; its factors are computed at the first step.
 
-        A factor is `(learning rate / peak)^p` after the peak, and 1 before.
+        A factor is the learning rate over its peak, and 1 before it.
         """
 
         @functools.cache
         def factors() -> np.ndarray:
             schedule = build_schedule(parts.optimizer, parts.num_steps)
             rates = np.array(jax.vmap(schedule)(jnp.arange(parts.num_steps)))
-            found = np.clip(rates / rates.max(), 0, 1) ** self.power
+            found = np.clip(rates / rates.max(), 0, 1)
             found[: rates.argmax()] = 1
             return found
 

@@ -35,7 +35,6 @@ from train.config.parts import (
     EvaluationConfig,
     LogConfig,
     StepConfig,
-    StragglerConfig,
 )
 from train.config.policy_section import PlanParts
 from train.fields import checked, place_of
@@ -97,7 +96,6 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     on_step: Callable[[int, Any, Any], None] | None = None
     on_evaluation: Callable[[int, dict[str, float]], None] | None = None
@@ -170,7 +168,7 @@ def _check_length(config: Config) -> None:
         )
     # The decay begins after the warm-up and needs a step of its own.
     warmup = config.optimizer.warmup_steps
-    if config.optimizer.schedule is None and (warmup or 0) >= config.num_steps:
+    if not callable(config.optimizer.decay) and (warmup or 0) >= config.num_steps:
         raise ValueError(
             f"warmup_steps = {warmup} must be less than "
             f"num_steps = {config.num_steps}: set optimizer.warmup-steps, to "
@@ -311,7 +309,7 @@ def _part(config: Any, name: str) -> Any:
 
 def _corrects(config: Config) -> str:
     """The name of its optimizer; empty of an own one."""
-    return "" if config.optimizer.make else config.optimizer.name
+    return "" if callable(config.optimizer.name) else config.optimizer.name
 
 
 def _check_steady(topology: Topology) -> None:
@@ -362,7 +360,7 @@ def _check_apart(config: Config, plan: Plan) -> None:
     if exchange.elastic:
         _check_places(config, exchange.quorum_of(num_workers))
     if isinstance(exchange, QuorumExchange):
-        exchange.merge(num_workers).check(num_workers)
+        exchange.build_merge(num_workers).check(num_workers)
 
 
 def _check_places(config: Config, quorum: int) -> None:

@@ -119,7 +119,7 @@ class Graphs:
         ]
 
     def _check(self, batch: HeldBatch, scaling: Scaling) -> None:
-        if self.config.optimizer.schedule is not None and scaling != "none":
+        if callable(self.config.optimizer.decay) and scaling != "none":
             raise ValueError(
                 f"--scaling {scaling} scales optimizer.learning-rate, but the config "
                 "has its own schedule: leave out one of them"

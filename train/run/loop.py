@@ -138,7 +138,6 @@ def _advance(
     parts.observer.count(batch)
     phases.note("placing", step)
     arrays = run.put_batch(batch.arrays)
-    parts.late(step)
     parts.profile(step, state)
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
         state, metrics = advance(state, arrays, step)
@@ -219,8 +218,8 @@ def _how(run: Run) -> str:
         if run.method.rounds is not None and not run.place.elastic:
             return "started again, this process goes on from its own checkpoint"
         return "started again, this process takes the model of a peer"
-    if optimizer.schedule is not None:  # It has no such option.
-        return f"make the rates of {place_of(optimizer.schedule)} smaller"
+    if callable(optimizer.decay):  # It has no such option.
+        return f"make the rates of {place_of(optimizer.decay)} smaller"
     smaller = f"--optimizer.learning-rate {optimizer.learning_rate / 2:g}"
     if steps := find_checkpoints(run.folder).steps:
         return (

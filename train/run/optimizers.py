@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
     Args:
       make: function of the schedule and the options.
-      options: fields of the config that it takes.
+      options: fields of the config that it takes, after the schedule.
       decouples: whether it decays the weights itself, apart from the gradient.
     """
 
@@ -34,14 +34,13 @@ class Kind(NamedTuple):
 
 
 def _exact_diffusion(
-    schedule: optax.Schedule, momentum: float
+    schedule: optax.Schedule, b1: float
 ) -> optax.GradientTransformation:
-    return exact_diffusion(optax.sgd(schedule, momentum))
+    return exact_diffusion(optax.sgd(schedule, b1))
 
 
 def _muon(
     schedule: optax.Schedule,
-    momentum: float,
     b1: float,
     b2: float,
     eps: float,
@@ -50,7 +49,7 @@ def _muon(
 ) -> optax.GradientTransformation:
     # The rate -1 leaves the direction as it is. Its own decay would be without the mask
     # for all that is no matrix: kernels of convolutions and biases alike.
-    direction = optax.contrib.muon(-1.0, beta=momentum, eps=eps, adam_b1=b1, adam_b2=b2)
+    direction = optax.contrib.muon(-1.0, beta=b1, eps=eps, adam_b1=b1, adam_b2=b2)
     return optax.chain(
         direction,
         optax.add_decayed_weights(weight_decay, mask),
@@ -60,15 +59,15 @@ def _muon(
 
 MOMENTS = ("b1", "b2", "eps")
 OPTIMIZERS = {
-    "accum_adamw": Kind(accum_adamw, (*MOMENTS, "accum_steps"), decouples=True),
-    "accum_adam": Kind(accum_adam, (*MOMENTS, "accum_steps"), decouples=False),
+    "accum_adamw": Kind(accum_adamw, ("accum_steps", *MOMENTS), decouples=True),
+    "accum_adam": Kind(accum_adam, ("accum_steps", *MOMENTS), decouples=False),
     "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
     "adam": Kind(optax.adam, MOMENTS, decouples=False),
     "lion": Kind(optax.lion, ("b1", "b2"), decouples=True),
-    "muon": Kind(_muon, ("momentum", *MOMENTS), decouples=True),
-    "sgd": Kind(optax.sgd, ("momentum",), decouples=False),
-    "exact_diffusion": Kind(_exact_diffusion, ("momentum",), decouples=False),
-    "qg_dsgdm": Kind(quasi_global_momentum, ("momentum",), decouples=False),
+    "muon": Kind(_muon, MOMENTS, decouples=True),
+    "sgd": Kind(optax.sgd, ("b1",), decouples=False),
+    "exact_diffusion": Kind(_exact_diffusion, ("b1",), decouples=False),
+    "qg_dsgdm": Kind(quasi_global_momentum, ("b1",), decouples=False),
 }
 
 
@@ -92,16 +91,15 @@ def optimizer_with(
     steps = [watch_gradients()]
     if config.clip_norm is not None:
         steps.append(clip_by_global_norm(config.clip_norm))
-    if config.make is not None:
-        return optax.chain(*steps, _own_optimizer(config.make, schedule))
+    if callable(config.name):
+        return optax.chain(*steps, _own_optimizer(config.name, schedule))
     make, options, decouples = OPTIMIZERS[config.name]
-    named: dict[str, Any] = {option: getattr(config, option) for option in options}
-    decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
+    values = (getattr(config, option) for option in options)
+    decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
     if decouples:
-        named |= decay
-    else:
-        steps.append(optax.add_decayed_weights(**decay))
-    return optax.chain(*steps, make(schedule, **named))
+        return optax.chain(*steps, make(schedule, *values, **decay))
+    steps.append(optax.add_decayed_weights(**decay))
+    return optax.chain(*steps, make(schedule, *values))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -138,7 +136,7 @@ def _own_optimizer(
         made = made.gradient_transformation()
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
-            f"optimizer.make = {place_of(make)} must return an optax optimizer, a "
+            f"optimizer.name = {place_of(make)} must return an optax optimizer, a "
             f"GradientTransformation, got {made!r}"
         )
     return made

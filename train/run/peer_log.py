@@ -144,12 +144,12 @@ def _distrusted(one: LeftOut) -> str:
     if one.why == "age":
         return (
             f"the contribution of worker {one.peer} is {one.value:.0f} rounds late, "
-            "more than exchange.oldest, and is left out"
+            "more than its guard's oldest, and is left out"
         )
     return (
         f"the contribution of worker {one.peer} is at a distance of {one.value:.3g} "
-        "from the own model, more than exchange.guard-ratio times the median, and is "
-        "not trusted"
+        "from the own model, more than its guard's ratio times the median, and is not "
+        "trusted"
     )
 
 

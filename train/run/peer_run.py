@@ -103,7 +103,7 @@ def build_peers(
         case GroupExchange():
             plan = wagma_plan(run)
         case QuorumExchange():
-            common["merge"] = exchange.merge(num_workers, amounts_of(run.task))
+            common["merge"] = exchange.build_merge(num_workers, amounts_of(run.task))
         case PeerExchange(way=way) if method.rounds is None:
             common["merge"] = way
     return gossip.Peers(run.local, plan, party, **common)

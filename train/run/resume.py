@@ -65,7 +65,6 @@ FREE = (
     "checkpoint",
     "log",
     "exchange",
-    "straggler",
     "distributed",
     "workers.where",
     *HOOKS,

@@ -18,7 +18,6 @@ from train.run.method import Method, build_method
 from train.run.nonfinite import build_local
 from train.run.optimizers import build_optimizer
 from train.run.run_place import Alone, Given, build_place
-from train.run.straggler import check_processes
 from train.tasks.task import Task, build_task
 
 
@@ -68,7 +67,6 @@ class Run:
 
     def check(self) -> None:
         """Raises a ValueError for what cannot run, before anything is compiled."""
-        check_processes(self.config.straggler, self.place.count)
         workers = self.place.workers  # Those of a job agree on the run first.
         trace_task(self.task, self.config.step.batch_per_worker, len(workers))
 

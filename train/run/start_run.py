@@ -26,7 +26,6 @@ from train.run.run_info import FACTS, describe, header, write_facts
 from train.run.setup import Run
 from train.run.sinks import Sink, open_sinks, with_rows_before
 from train.run.stop import Stop
-from train.run.straggler import delay
 from train.store.checkpoint_writer import Checkpoints
 from train.store.checkpoints import find_checkpoints, set_aside
 from train.store.folder import MADE_AGAIN
@@ -47,7 +46,6 @@ class Parts(NamedTuple):
       observer: measurements and their log.
       checkpoints: writer of the checkpoints, in the background.
       stop: state of the signals that end the run.
-      late: function that sleeps where this process is to be late at a step.
       profile: function that starts and ends the trace of some steps.
       admit: function that returns, before a step, where an elastic process continues.
     """
@@ -58,7 +56,6 @@ class Parts(NamedTuple):
     observer: Observer
     checkpoints: Checkpoints
     stop: Stop
-    late: Callable[[int], None]
     profile: Callable[[int, Any], None]
     admit: Callable[[Begin], Begin] | None = None
 
@@ -115,7 +112,6 @@ def start(
     checkpoints = Checkpoints(folder, *kept)
     stack.enter_context(checkpoints)
     _say_start(run, begin, log)
-    late = functools.partial(delay, config.straggler, place.process, place.count)
     profile = profiled(folder / f"profile.{place.process}", config.log.profiled())
     return begin, Parts(
         train_step,
@@ -124,7 +120,6 @@ def start(
         observer,
         checkpoints,
         stop,
-        functools.partial(late, record=record),
         stack.enter_context(profile),
         take_in,
     )

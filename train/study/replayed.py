@@ -72,7 +72,7 @@ def repeat(
     match config.exchange:
         case QuorumExchange() as exchange:
             graph = method.rounds
-            way = exchange.merge(len(workers), amounts_of(run.task))
+            way = exchange.build_merge(len(workers), amounts_of(run.task))
             assert graph is not None
         case GroupExchange():
             graph, way = wagma_plan(run), "arrived"

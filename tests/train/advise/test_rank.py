@@ -359,7 +359,7 @@ BY_HAND = {
 
 def test_bytes_are_those_counted_by_hand():
     rows = rows_of(flags().setting())
-    assert rows.keys() == {*BY_HAND, "random_matching (8, 0)"}  # Drawn at random.
+    assert rows.keys() == {*BY_HAND, "random_matching (8)"}  # Drawn at random.
     for name, (node, worker, messages) in BY_HAND.items():
         row = rows[name]
         assert row.node_bytes == pytest.approx(node * MODEL), name

@@ -27,7 +27,6 @@ from train.config import (
     Config,
     OptimizerConfig,
     StepConfig,
-    StragglerConfig,
     TopologyConfig,
     WorkersConfig,
 )
@@ -317,7 +316,10 @@ def test_no_field_holds_what_its_annotation_does_not(config):
         (lambda: TopologyConfig(name="rign"), "got 'rign': did you mean 'ring'"),
         (lambda: StepConfig(message_dtype="bfloat32"), "got 'bfloat32': did you m"),
         (lambda: StepConfig(xla_options="xla_a=1"), "a tuple, each part a string"),
-        (lambda: StragglerConfig(who=(0, "1")), "who must be a tuple, each part an i"),
+        (
+            lambda: OptimizerConfig(decay_steps=(0, "1")),
+            "decay_steps must be a tuple, each part an i",
+        ),
         (lambda: WorkersConfig(num_workers=True), "num_workers must be an integer of "),
         (lambda: OptimizerConfig(learning_rate="1e-3"), "a number that float32 holds"),
         (lambda: OptimizerConfig(learning_rate=10**400), "a number that float32 holds"),

@@ -275,6 +275,63 @@ def test_the_time_limit_of_an_old_config_is_left_out():
 
 
 ROUNDS = {"copies": False, "copy_step": 1.0, "codec": "none"}
+OF_0_4 = {
+    "topology": {"seed": 0},
+    "optimizer": {"decay_factor": 0.1, "momentum": 0.5, "make": None, "schedule": None},
+    "straggler": {"kind": "rotating", "who": [0], "seconds": 0.3, "deviation": 0.1},
+}
+QUORUM = {
+    **{"weights": "tokens", "discount": 0.5, "guard": "none", "guard_ratio": 5.0},
+    **{"oldest": None, "trimmed": 0},
+}
+
+
+def as_0_4(config, **sections):
+    """The fields of a config, with those that it had in 0.4."""
+    fields = json.loads(to_json(config))
+    for section, own in (OF_0_4 | sections).items():
+        fields[section] = fields.get(section, {}) | own
+    return fields
+
+
+def test_fields_that_are_gone_are_read_where_they_say_the_same():
+    quorum = changed(FLAT, method=RoundsMethod(), exchange=QuorumExchange())
+    assert from_fields(as_0_4(quorum, exchange=QUORUM)) == quorum
+    sgd = changed(FLAT, optimizer=dict(name="sgd", b1=0.5))
+    assert from_fields(as_0_4(sgd, optimizer={"momentum": 0.5, "b1": 0.9})) == sgd
+    own = {"make": "a.py:f", "schedule": "a.py:g", "decay_steps": [1], "decay": "steps"}
+    read = upgraded(as_0_4(FLAT, optimizer=own))["optimizer"]
+    assert (read["name"], read["decay"], read["decay_steps"]) == (
+        "a.py:f",
+        "a.py:g",
+        [],
+    )
+    old = {"merge": "blend", "share": 0.2, "codec": "int8", "copies": True}
+    rounds = changed(FLAT, method=RoundsMethod())
+    for step, copies in ((0.3, 0.3), (None, "auto")):
+        method = from_fields(as_0_4(rounds, method=old | {"copy_step": step})).method
+        assert (method.merge, method.copies) == (("blend", 0.2), copies)
+
+
+@pytest.mark.parametrize(
+    ("section", "own", "words"),
+    [
+        ("exchange", {"guard": "clip"}, "guard = clip, .* set exchange.merge to a fu"),
+        ("topology", {"seed": 3}, "seed = 3, which is no .* set topology.make to a fu"),
+        ("optimizer", {"decay_factor": 0.5}, "set optimizer.decay to a function of yo"),
+        ("optimizer", {"name": "muon"}, "momentum = 0.5 and b1 = 0.9, .* optimizer.na"),
+        (
+            "method",
+            {"policy": {"kind": "damping", "power": 2.0}},
+            "power = 2.0, .* meth",
+        ),
+    ],
+)
+def test_fields_that_are_gone_are_refused_with_another_value(section, own, words):
+    fields = as_0_4(FLAT)
+    fields[section] |= own
+    with pytest.raises(ValueError, match=words):
+        from_fields(fields)
 
 
 def as_0_3(config, **sections):
@@ -319,4 +376,4 @@ def test_the_unused_rounds_of_a_config_of_0_2_are_those_of_today(algorithm):
     # What the run took with copies it takes still.
     fields["rounds"] |= {"copies": True, "codec": "int8"}
     if algorithm == "rounds":
-        assert from_fields(fields).method.copy_step == 1.0
+        assert from_fields(fields).method.copies == 1.0

@@ -41,7 +41,7 @@ METHODS = {
     "local_sgd": RoundsMethod(every_steps=5),
     "diloco": RoundsMethod(every_steps=5, outer="nesterov"),
     "streaming": RoundsMethod(
-        every_steps=6, fragments=2, delay=4, outer="nesterov", merge="blend"
+        every_steps=6, fragments=2, delay=4, outer="nesterov", merge=("blend", 0.5)
     ),
     "late": RoundsMethod(every_steps=3, delay=3, merge="shift"),
     "int8": RoundsMethod(every_steps=3, delay=3, merge="shift", codec="int8"),
@@ -49,7 +49,7 @@ METHODS = {
         every_steps=5, outer="nesterov", codec="top_k", sent_share=0.5, error_kept=0.9
     ),
 }
-COPIES = RoundsMethod(every_steps=1, codec="int8", copies=True, copy_step=0.8)
+COPIES = RoundsMethod(every_steps=1, codec="int8", copies=0.8)
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 # Further ones that a run has to resume, with what they need beside their rounds.
 MORE = {
@@ -59,7 +59,9 @@ MORE = {
     ),
     "muloco": (METHODS["diloco"], {"optimizer": changed(NOISY.optimizer, name="muon")}),
     "choco": (
-        RoundsMethod(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
+        RoundsMethod(
+            every_steps=3, delay=2, merge="shift", codec="int4", copies="auto"
+        ),
         {"topology": TopologyConfig(name="ring")},
     ),
     "int2": (
@@ -194,16 +196,16 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"delay": -1}, "delay must be at least 0"),
         ({"fragments": 0}, "fragments must be at least 1"),
         ({"every_steps": 1, "outer": "nesterov"}, "method.every_steps to 2 or more"),
-        ({"momentum": 1.0}, "momentum and share must be less than 1"),
+        ({"momentum": 1.0}, "method.momentum must be less than 1, got 1"),
         ({"merge": "mix"}, "merge must be one of"),
         ({"learning_rate": 0.5}, "method.outer = none has no learning_rate: set metho"),
         ({"momentum": 0.5}, "method.outer = none has no momentum: set method.outer"),
-        ({"share": 0.3}, "method.merge = replace has no share: set method.merge too"),
+        ({"merge": ("blend", 1.5)}, r"share must be in \[0, 1\], got 1.5"),
         ({"codec": "int8", "sent_share": 0.1}, "method.codec = int8 has no sent_share"),
         ({"codec": "int3"}, "codec must be one of"),
-        ({"copies": True}, "method.copies needs encoded models"),
+        ({"copies": "auto"}, "method.copies needs encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
-        ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
+        ({"codec": "int8", "copies": 0.0}, r"copies in \(0, 1\]"),
         ({"codec": "int2"}, "method.codec = int2 has too large .* set method.copies"),
         ({"codec": "int8", "tracking": True}, "leave method.codec at none, got int8"),
     ],
@@ -219,8 +221,8 @@ def test_rounds_of_no_sense_are_refused(changes, words):
         ({"codec": "int8"}, "error_feedback", 1.0),
         ({"codec": "int4"}, "error_feedback", 0.5),
         ({"codec": "top_k", "sent_share": 0.8}, "error_feedback", 0.5),
-        ({"codec": "top_k", "copies": True}, "copies", 0.01),
-        ({"codec": "int2", "copies": True, "copy_step": 0.3}, "copies", 0.3),
+        ({"codec": "top_k", "copies": "auto"}, "copies", 0.01),
+        ({"codec": "int2", "copies": 0.3}, "copies", 0.3),
     ],
 )
 def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate):

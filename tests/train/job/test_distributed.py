@@ -39,18 +39,18 @@ from train.config import (
     BackgroundExchange,
     DistributedConfig,
     InStepExchange,
-    StragglerConfig,
 )
 from train.job.distributed import start
 from train.launch import check_port
 from train.run.loop import train
 from train.run.resume import Resume
-from train.run.straggler import check_processes, delay_seconds
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 from train.store.timeline import read_timelines
 
 LINE = job_line.config
+LATE = "--on-step", "tests/late.py:rotating"
+TRUST = "--trust", CONFIG, "--trust", "tests/late.py"
 
 
 def last(run_dir: Path, config=LINE):
@@ -135,13 +135,12 @@ def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
     """
     run_dir, simulated, saved = tmp_path / "run", tmp_path / "simulated", 0
     # Half a second a step, and a line of output after each.
-    options = "--straggler.kind rotating --straggler.seconds 0.5"
-    options = (*options.split(), "--evaluation.every-steps", "1")
+    options = (*LATE, "--evaluation.every-steps", "1")
     for who in ("launcher", 0, 1):
         if who == "launcher":
-            start_job = launch(2, run_dir, *options)
+            start_job = launch(2, run_dir, *options, LATE="0.5")
         else:
-            start_job = relaunch(2, run_dir, "--trust", CONFIG)
+            start_job = relaunch(2, run_dir, *TRUST, LATE="0.5")
         with start_job as job:
             read_until(job, f"step {saved + 1}/12")
             if who == "launcher":
@@ -159,7 +158,7 @@ def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
     wanted, newest = runs("awc", 2), run_dir / "checkpoints" / str(saved)
     for part in newest.rglob("ocdbt.process_1/manifest.ocdbt"):
         part.write_bytes(part.read_bytes()[:-1] + b"?")
-    with relaunch(2, run_dir, "--trust", CONFIG, "--straggler.kind=none") as job:
+    with relaunch(2, run_dir, *TRUST, "--on-step", "None") as job:
         output = ended(job)
     assert f"step {saved} of {run_dir} cannot be used: it is damaged: " in output
     assert column(run_dir) == column(wanted)
@@ -172,9 +171,8 @@ def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
 def test_a_job_whose_processes_are_killed_ends_as_if_none_were(runs, tmp_path):
     """The coordinator at first, and then the other one: bit for bit."""
     run_dir = tmp_path / "run"
-    options = ["--straggler.kind", "rotating", "--straggler.seconds", "0.3"]
-    options += ["--max-restarts", "2", "--evaluation.every-steps", "1"]
-    with launch(2, run_dir, *options) as job:
+    options = [*LATE, "--max-restarts", "2", "--evaluation.every-steps", "1"]
+    with launch(2, run_dir, *options, LATE="0.3") as job:
         for restart, (victim, step) in enumerate([(0, 4), (1, 9)]):
             read_until(job, f"step {step}/12")
             os.kill(of_run(run_dir)[victim], signal.SIGKILL)
@@ -577,25 +575,14 @@ def test_an_impossible_place_gets_a_sentence(place, sentence, monkeypatch, tmp_p
         start_alone(monkeypatch, tmp_path, **place)
 
 
-def test_a_straggler_must_be_a_process_of_the_job(tmp_path):
-    with pytest.raises(ValueError, match=r"straggler\.who must be at least 0, got -2"):
-        StragglerConfig(who=(1, -2))
-    config = StragglerConfig(kind="fixed", who=(0, 2))
-    with pytest.raises(ValueError, match="has process 2, and there are 2"):
-        check_processes(config, 2)
-    with pytest.raises(ValueError, match="has process 2, and there are 1"):
-        train(changed(LINE, straggler=config), tmp_path)
-
-
 @pytest.mark.nightly
 def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
     """Evaluations, checkpoints and rows after each step, while some are late."""
     options = (
         "--evaluation.every-steps 1 --checkpoint.every-steps 1 "
-        "--log.consensus-every-steps 1 --log.timeline "
-        "--straggler.kind rotating --straggler.seconds 0.1"
+        "--log.consensus-every-steps 1 --log.timeline"
     )
-    with launch(4, tmp_path, *options.split()) as job:
+    with launch(4, tmp_path, *options.split(), *LATE, LATE="0.1") as job:
         ended(job)
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [t for t in range(1, 13) for _ in range(2)]
@@ -603,9 +590,6 @@ def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
     assert column(tmp_path) == column(runs("awc", 4))
 
     spans = read_timelines(tmp_path)
-    late = [(span.process, span.step) for span in spans if span.activity == "delay"]
-    assert sorted(late) == sorted((t % 4, t) for t in range(12))
-    assert all(s.end - s.start >= 0.1 for s in spans if s.activity == "delay")
     for activity in ("compute", "wait", "exchange"):
         seen = {(s.process, s.step) for s in spans if s.activity == activity}
         assert seen >= {(p, t) for p in range(4) for t in range(12)}
@@ -632,32 +616,3 @@ def test_a_place_in_a_job_needs_a_job(place):
     """Else each process would train a run of its own, all into one folder."""
     with pytest.raises(ValueError, match=r"process_id need distributed\.enabled"):
         DistributedConfig(**place)
-
-
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        (StragglerConfig(), np.zeros((6, 3))),
-        (StragglerConfig(kind="fixed", who=(1, 2), seconds=0.5), 6 * [[0, 0.5, 0.5]]),
-        (StragglerConfig(kind="rotating", seconds=0.5), np.tile(np.eye(3) / 2, (2, 1))),
-    ],
-)
-def test_processes_are_late_as_the_config_says(config, wanted):
-    late = [[delay_seconds(config, p, 3, step) for p in range(3)] for step in range(6)]
-    np.testing.assert_array_equal(late, wanted)
-
-
-def test_random_delays_have_the_mean_and_deviation_that_were_asked_for():
-    """Within five standard errors; and they depend on process and step alone."""
-    config = StragglerConfig(kind="random", seconds=1.0, deviation=0.1)
-    draws = np.array(
-        [[delay_seconds(config, p, 4, step) for p in range(4)] for step in range(1000)]
-    )
-    assert abs(draws.mean() - 1) < 5 * 0.1 / 4000**0.5
-    assert abs(draws.std() - 0.1) < 5 * 0.1 / 8000**0.5
-    correlations = np.corrcoef(draws.T)[np.triu_indices(4, 1)]
-    assert max(abs(correlations)) < 5 / 1000**0.5
-    assert draws[7, 2] == delay_seconds(config, 2, 4, 7)
-    wide = changed(config, seconds=0.0, deviation=1.0)
-    draws = [delay_seconds(wide, 0, 1, step) for step in range(100)]
-    assert min(draws) == 0 < max(draws)

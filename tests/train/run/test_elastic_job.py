@@ -34,11 +34,11 @@ OPTIONS = (
 )
 
 
-def elastic(tmp_path, processes, places, *options):
+def elastic(tmp_path, processes, places, *options, **env):
     own = ("--processes", str(processes), "--places", str(places), "--elastic")
     run = (*CONFIG, *OPTIONS, "--workers.num-workers", str(places), *options)
     command = ("-m", "train.launch", *own, *run, "--run-dir", str(tmp_path))
-    return started(sys.executable, *command)
+    return started(sys.executable, *command, **env)
 
 
 def newcomer(tmp_path, number, places):
@@ -172,9 +172,9 @@ def test_without_a_quorum_a_process_waits_and_can_be_stopped(tmp_path):
 @pytest.mark.slow
 def test_the_last_ones_of_a_run_with_a_quorum_end_too(tmp_path):
     """Process 0 is late at each step, and alone when the other has ended."""
-    late = ("--straggler.kind", "fixed", "--straggler.seconds", "0.05")
+    late = ("--on-step", "tests/late.py:fixed")
     quorum = ("--exchange.quorum", "2", "--num-steps", "60")
-    with elastic(tmp_path, 2, 2, *late, *quorum) as job:
+    with elastic(tmp_path, 2, 2, *late, *quorum, LATE="0 0.05") as job:
         output = ended(job)
     for number in (0, 1):
         assert f"[{number}] all 60 steps are done" in output

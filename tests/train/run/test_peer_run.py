@@ -46,7 +46,6 @@ from train.config import (
     GroupExchange,
     PeerExchange,
     RoundsMethod,
-    StragglerConfig,
     TopologyConfig,
 )
 from train.evaluate import evaluate
@@ -141,9 +140,9 @@ def test_a_run_that_waited_for_nobody_is_repeated(way, tmp_path, capsys):
     command = ["-m", "train.launch", "--processes", "2", "configs/quickstart.py", *way]
     command += ["--num-steps", "60"]
     command += ["--workers.num-workers", "4", "--workers.workers-per-node", "1"]
-    command += ["--straggler.kind", "rotating", "--straggler.seconds", "0.05"]
+    command += ["--on-step", "tests/late.py:fixed"]
     command = [sys.executable, *command, "--run-dir", str(tmp_path)]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"LATE": "1 0.05"})
     differences = replay(tmp_path)
     assert list(differences) == [0, 1, 2, 3]
     assert max(differences.values()) < 1e-5
@@ -560,7 +559,7 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
 
 COMPLETE = {"topology": TopologyConfig(name="complete")}
 INT8 = {"method": RoundsMethod(codec="int8", outer="nesterov")}
-INT4 = {"method": RoundsMethod(codec="int4", copies=True)}
+INT4 = {"method": RoundsMethod(codec="int4", copies="auto")}
 NODES = {"topology": dict(name="hierarchical"), "workers": dict(workers_per_node=2)}
 
 
@@ -615,9 +614,6 @@ def test_peers_are_several_processes(tmp_path):
     one = changed(as_process(0, 2).exchange, addresses=("127.0.0.1:1",))
     with pytest.raises(ValueError, match="one for each of 2 processes, got 1"):
         train(as_process(0, 2, exchange=one), tmp_path)
-    straggler = StragglerConfig(kind="fixed", who=(2,))
-    with pytest.raises(ValueError, match="has process 2, and there are 2"):
-        train(as_process(0, 2, straggler=straggler), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -652,19 +648,6 @@ def test_the_place_is_slurms_where_it_is_not_given(monkeypatch):
     assert (place.process, place.count, place.workers) == (0, 1, range(4))
     assert address_of("lo") == "127.0.0.1"
     assert address_of("10.1.2.3:40") == "10.1.2.3:40"
-
-
-@pytest.mark.slow
-def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
-    straggler = StragglerConfig(kind="fixed", who=(1,), seconds=0.01)
-    for number, late in ((0, False), (1, True)):
-        config = as_process(number, 2, num_steps=5, straggler=straggler)
-        run_dir = tmp_path / str(number)
-        train(changed(config, log=dict(timeline=True)), run_dir)
-        path = run_dir / f"process-{number}" / f"timeline.{number}.jsonl"
-        spans = [json.loads(text) for text in path.read_text().splitlines()]
-        assert sum(span[1] == "delay" for span in spans) == 5 * late
-        assert {span[0] for span in spans} == {number}
 
 
 def test_peers_share_what_is_trained_and_not_where_and_how_patiently():

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+from decentjax.gossip import Guard, Quorum
 from tests import line
 from tests.changes import changed
 from tests.jobs import ended, rounds_command, started, wait_until
@@ -64,10 +65,9 @@ def test_who_dies_comes_back_with_the_anchor_of_a_peer(tmp_path):
 @pytest.mark.slow
 def test_a_slow_process_takes_fewer_steps_in_as_many_rounds(tmp_path):
     """It logs, saves and ends as the others do, whatever steps it leaves out."""
-    late = ("--straggler.kind", "fixed", "--straggler.who", "2")
-    late += ("--straggler.seconds", "0.12", "--num-steps", "120")
+    late = ("--on-step", "tests/late.py:fixed", "--num-steps", "120")
     argv = rounds_command(tmp_path, 3, *late, "--exchange.patience", "0.3")
-    with started(sys.executable, *argv) as job:
+    with started(sys.executable, *argv, LATE="2 0.12") as job:
         output = ended(job)
     for number in range(3):
         assert f"[{number}] all 120 steps are done" in output
@@ -101,13 +101,12 @@ def test_a_slow_process_takes_fewer_steps_in_as_many_rounds(tmp_path):
 @pytest.mark.parametrize("delay", ["0", "1", "3"])
 def test_a_run_is_repeated_bit_for_bit(delay, tmp_path):
     """With a slow process, and one that begins where the others are."""
-    late = ("--straggler.kind", "fixed", "--straggler.who", "2")
-    late += ("--straggler.seconds", "0.12", "--method.delay", delay)
+    late = ("--on-step", "tests/late.py:fixed", "--method.delay", delay)
     more = ("--num-steps", "60", "--exchange.patience", "0.1")
     # On a busy machine none counts as gone, and comes back.
     own = ("--method.merge", "shift", "--exchange.silent-seconds", "60")
     argv = rounds_command(tmp_path, 3, *late, *more, *own)
-    with started(sys.executable, *argv) as job:
+    with started(sys.executable, *argv, LATE="2 0.12") as job:
         ended(job)
     found = replay(tmp_path, trust=("tests/line.py",))
     assert found == {0: 0.0, 1: 0.0, 2: 0.0}
@@ -149,6 +148,33 @@ def as_quorum(**changes):
     return changed(line.config, **{**own, **changes})
 
 
+def guarded(quorum):
+    return Quorum(quorum, "equal", guard=Guard(3.0, "clip"))
+
+
+def trims(quorum):
+    return Quorum(quorum, trimmed=2)
+
+
+def of_two(quorum):
+    return Quorum(2)
+
+
+def number(quorum):
+    return quorum
+
+
+def fails(quorum):
+    return Quorum(quorum, discount=0.0)
+
+
+def test_an_own_function_has_other_weights_and_a_guard():
+    exchange = QuorumExchange(quorum=2, merge=guarded)
+    made = exchange.build_merge(4, count_tokens=len)
+    assert made == Quorum(2, "equal", guard=Guard(3.0, "clip"), count_tokens=len)
+    assert QuorumExchange().build_merge(4, len) == Quorum(3, count_tokens=len)
+
+
 def test_more_than_half_of_all_are_a_quorum_by_default():
     assert [QuorumExchange().quorum_of(n) for n in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]
     assert QuorumExchange(quorum=1).quorum_of(8) == 1
@@ -163,11 +189,8 @@ def test_more_than_half_of_all_are_a_quorum_by_default():
         ({"patience": None}, "a number that .* or one of 'auto', got None"),
         ({"patience": -1.0}, "patience must be at least 0, got -1"),
         ({"silent_seconds": 0.5}, "silent_seconds must be at least 1, got 0.5"),
-        ({"quorum": 0}, "a quorum needs a count of at least 1"),
-        ({"discount": 0.0}, r"a discount in \(0, 1\]"),
-        ({"guard": "refuse", "guard_ratio": 1.0}, "a guard's ratio must be above 1"),
-        ({"guard": "refuse", "oldest": -1}, "a guard that refuses all contributions"),
-        ({"oldest": 1}, "exchange.guard-ratio and exchange.oldest are for a guard"),
+        ({"quorum": 0}, "exchange.quorum must be at least 1, got 0"),
+        ({"merge": "guarded"}, "merge must be a function at the top of a module or"),
     ],
 )
 def test_an_exchange_that_no_quorum_can_end_is_refused(options, words):
@@ -180,7 +203,10 @@ def test_an_exchange_that_no_quorum_can_end_is_refused(options, words):
     [
         ({"method": AwcMethod()}, "set method to rounds, got awc"),
         ({"exchange": QuorumExchange(quorum=5)}, "must be at most 4, the number of"),
-        ({"exchange": QuorumExchange(trimmed=2)}, "4 trimmed ones leave none"),
+        ({"exchange": QuorumExchange(merge=trims)}, "4 trimmed ones leave none"),
+        ({"exchange": QuorumExchange(merge=of_two)}, "a count of 3, got .*count=2"),
+        ({"exchange": QuorumExchange(merge=number)}, ":number must return .*, got 3$"),
+        ({"exchange": QuorumExchange(merge=fails)}, "must take the quorum, and raises"),
         ({"method": RoundsMethod(codec="int8")}, "a quorum merges whole models"),
         ({"topology": dict(name="ring_lattice", degree=2)}, "for 2 workers"),
     ],

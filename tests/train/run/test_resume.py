@@ -100,8 +100,8 @@ def rates(num_steps):
 
 
 def test_a_rate_that_changes_nothing_is_refused():
-    config = changed(LINE, optimizer=dict(schedule=rates))
-    with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
+    config = changed(LINE, optimizer=dict(decay=rates))
+    with pytest.raises(ValueError, match=r"optimizer.decay = .*:rates has the r"):
         with_changes(config, ("optimizer.learning-rate=0.5",))
     with pytest.raises(ValueError, match=r"--scaling linear scales .* leave out o"):
         Graphs(config, ("ring",)).cells((4,), "local", "linear")
@@ -528,7 +528,7 @@ def test_a_rate_within_a_run_may_jump():
     assert rates_at((falls, 100), (later, 100), 60) is None  # As it was.
     last, now = rates_at((falls, 100), (sooner, 100), 55) or (0, 0)
     assert (last, now) == pytest.approx((1e-3, 1e-4))
-    own = changed(falls, schedule=rising)
+    own = changed(falls, decay=rising)
     assert rates_at((own, 100), (own, 120), 50) is None
     last, now = rates_at((own, 100), (own, 200), 50) or (0, 0)
     assert (last, now) == pytest.approx((0.49, 0.25))

@@ -123,7 +123,7 @@ config = dataclasses.replace(
     config,
     num_steps=6,
     workers=WorkersConfig(num_workers=3),
-    optimizer=OptimizerConfig(make=my_optimizer, schedule=my_schedule, clip_norm=None),
+    optimizer=OptimizerConfig(name=my_optimizer, decay=my_schedule, clip_norm=None),
     topology=TopologyConfig(make=my_graph),
     log=LogConfig(every_steps=2),
     evaluation=EvaluationConfig(every_steps=3),
@@ -196,7 +196,7 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     assert fields["task"]["kind"] == "own.py:Sine"
     assert fields["topology"]["make"] == "own.py:my_graph"
     assert fields["optimizer"]["make"] == "own.py:my_optimizer"
-    assert fields["optimizer"]["schedule"] == "own.py:my_schedule"
+    assert fields["optimizer"]["decay"] == "own.py:my_schedule"
     assert fields["on_step"] == "own.py:look"
     read = from_fields(fields, ["own.py"])
     assert to_json(read) == to_json(sys.modules["own.py"].config)
@@ -478,6 +478,7 @@ class Generic:
 
 
 AT_TOP = "must be a function at the top of a module or None, got "
+AT_TOP_OR = "must be one of .* or a function at the top of a module, got "
 
 
 def of(**parts):
@@ -488,8 +489,8 @@ def of(**parts):
     ("make", "words"),
     [
         (lambda: TopologyConfig(make=lambda n: number(n)), AT_TOP),
-        (lambda: OptimizerConfig(make=functools.partial(optax.sgd)), AT_TOP),
-        (lambda: OptimizerConfig(schedule=3), AT_TOP),
+        (lambda: OptimizerConfig(name=functools.partial(optax.sgd)), AT_TOP_OR),
+        (lambda: OptimizerConfig(decay=3), AT_TOP_OR),
         (lambda: of(on_step="look"), f"Config.on_step {AT_TOP}"),
         (lambda: of(topology=TopologyConfig(make=number)), "a Topology of 8 .* got 8$"),
         (
@@ -513,9 +514,9 @@ def test_what_is_no_function_or_task_is_a_sentence(make, words):
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (OptimizerConfig(make=number), "must return an optax optimizer, .*, got <func"),
-        (OptimizerConfig(schedule=number), "a learning rate, a scalar, got 100"),
-        (OptimizerConfig(schedule=vector), "a learning rate, a scalar, got <function"),
+        (OptimizerConfig(name=number), "must return an optax optimizer, .*, got <func"),
+        (OptimizerConfig(decay=number), "a learning rate, a scalar, got 100"),
+        (OptimizerConfig(decay=vector), "a learning rate, a scalar, got <function"),
     ],
 )
 def test_what_is_no_optimizer_is_a_sentence(optimizer, words, tmp_path):
@@ -529,7 +530,7 @@ def several_steps(schedule):
 
 def test_an_own_optimizer_may_be_one_of_several_steps():
     params = {"w": np.ones(3, "float32")}
-    config = OptimizerConfig(make=several_steps, clip_norm=None)
+    config = OptimizerConfig(name=several_steps, clip_norm=None)
     found = optimizer_with(config, lambda step: 0.1)
     wanted = several_steps(0.1)
     x, y, state, other = params, params, found.init(params), wanted.init(params)
