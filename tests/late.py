@@ -7,7 +7,7 @@ import jax
 
 
 def fixed(step, state, metrics):
-    """Process 2 sleeps for 0.1 s after each step."""
+    """The process that LATE names sleeps after each step."""
     number, seconds = os.environ["LATE"].split()
     if os.environ["DECENTJAX_PROCESS_ID"] == number:
         time.sleep(float(seconds))

@@ -111,12 +111,13 @@ def test_a_rate_that_changes_nothing_is_refused():
     ("config", "message", "kept"),
     [
         *(  # Though the next look at a number is at step 20, and the next save at 10.
-            (
+            pytest.param(
                 poisoned(poison, log=changed(LINE.log, every_steps=20)),
                 rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume "
                 r"from step 5, which is finite: decentjax resume .* "
                 r"--optimizer.learning-rate 0.05",
                 [5],
+                id=poison,
             )
             for poison, leaf in [("batch", "b"), ("loss", "b"), ("gradient", "w")]
         ),

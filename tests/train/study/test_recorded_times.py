@@ -53,11 +53,10 @@ def test_what_a_worker_took_is_all_but_its_waits(tmp_path):
 @pytest.mark.slow
 def test_a_run_says_which_setting_would_have_been_best(tmp_path):
     """With a slow process, whom two of three do not await."""
-    late = ("--straggler.kind", "fixed", "--straggler.who", "2")
-    late += ("--straggler.seconds", "0.2", "--num-steps", "80", "--log.timeline")
+    late = ("--on-step", "tests/late.py:fixed", "--num-steps", "80", "--log.timeline")
     run, out = tmp_path / "run", tmp_path / "compared"
     argv = rounds_command(run, 3, *late, "--exchange.silent-seconds", "60")
-    with started(sys.executable, *argv) as job:
+    with started(sys.executable, *argv, LATE="2 0.2") as job:
         ended(job)
     argv = [*(sys.executable, "-m", "train.compare", "tests/line.py", *ROUNDS)]
     argv += ["--num-steps", "80", "--workers.num-workers", "3", "--exchange", "quorum"]
