@@ -338,7 +338,7 @@ def test_means_are_weighted_by_the_tokens_since_the_last_round(n, graph, where):
     close(run(Rounds(of_graph(n), 3, count_tokens=tokens), n, 11, where), wanted)
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(4)
 @EITHER_WAY
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_each_fragment_is_weighted_by_the_tokens_since_it_was_sent(n, where):

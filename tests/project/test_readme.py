@@ -328,7 +328,7 @@ import json, os, sys, types
 
 import decentjax.gossip, flax.nnx, jax, optax
 
-folder, codes = sys.argv[1], []
+folder, codes = sys.argv.pop(), []
 for number, block in enumerate(json.load(sys.stdin)):
     child = os.fork()
     if child == 0:

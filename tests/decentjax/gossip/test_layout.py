@@ -125,6 +125,7 @@ def check_replicas(tree):
             np.testing.assert_array_equal(shard.data, first)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("way", STEPS_OF)
 def test_slices_average_as_workers_of_one_device(way, kinds, tmp_path):

@@ -41,7 +41,7 @@ def _small_groups(monkeypatch):
 
 @EACH_PLAN
 @EACH_N
-@pytest.mark.draw(5)
+@pytest.mark.draw(10)
 def test_a_port_through_a_folder_has_the_numbers_of_the_simulation(
     plan_of, n, tmp_path
 ):
