@@ -12,18 +12,12 @@ import tyro
 from train.cli.command import command
 from train.cli.load import check_folder
 from train.cli.read import from_options
-from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet_files import prepare_imagenet
 from train.data.pairs import Corpus, Lines, ParallelFiles, check_sizes, write_corpus
 from train.data.token_files import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.data.wmt14 import Pair, Wmt14
-from train.tasks.corpus import TranslationTask
-
-# The paper's batches: 25,000 tokens on 16 workers.
-WORKERS = 16
-TOKENS_PER_WORKER = 25_000 // WORKERS
 
 
 def wmt14(
@@ -176,13 +170,6 @@ def _describe(corpus: Corpus, out: Path) -> str:
             f"{len(pairs.target.tokens):,} tokens; {left}: {counts.too_long:,} too "
             f"long, {counts.empty:,} empty"
         )
-    # A batch must hold the longest sentence.
-    tokens = max(TOKENS_PER_WORKER, corpus.max_tokens)
-    shapes = choose_shapes(corpus.train, WORKERS, tokens, TranslationTask.num_shapes)
-    rows.append(
-        f"  {shapes.steps.sum():,} steps a pass with {tokens:,} tokens on each of "
-        f"{WORKERS} workers; {shapes.efficiency:.1%} of them are not padding"
-    )
     return "\n".join(rows)
 
 
