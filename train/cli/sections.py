@@ -208,8 +208,9 @@ def _check_has(config: Config, option: str) -> None:
     """Raises a ValueError for a field of another kind of a section."""
     section, _, field = option.rpartition(".")
     name, now = field.replace("-", "_"), section_of(config, section)
-    kinds = KINDS.get(section, {}).items()
-    others = [kind for kind, one in kinds if name in one.__dataclass_fields__]
+    kinds = KINDS.get(section, {})
+    names = {kind: [x.name for x in dataclasses.fields(kinds[kind])] for kind in kinds}
+    others = [kind for kind in kinds if name in names[kind]]
     if others and getattr(now, "name", None) not in others:
         of = section.rpartition(".")[2]
         shown = field if option in KINDS else f"{of}.{field.replace('_', '-')}"

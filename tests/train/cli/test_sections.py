@@ -174,6 +174,7 @@ def test_a_warm_up_that_is_not_given_fits_the_run_in_a_file_too():
             "one of fixed, .*, got damped: did you mean dampi",
         ),
         (["--exchange.patience", "1"], "peers or quorum or groups: give that too"),
+        (["--exchange=quorum", "--exchange.elastic"], "of --exchange peers: give"),
         (["--policy.per-epoch=2"], "an option of --policy thinning: give that too"),
         (["--method.codec", "int8"], "an option of --method rounds: give that too"),
         (
