@@ -317,13 +317,13 @@ def test_fields_that_are_gone_are_read_where_they_say_the_same():
         (
             "topology",
             {"seed": 3},
-            "seed = 3, not 0, .* set topology.make to a function",
+            "seed = 3, not 0, .* set topology.make to a fu",
         ),
         ("optimizer", {"decay_factor": 0.5}, "set optimizer.decay to a function of yo"),
         (
             "optimizer",
             {"name": "muon"},
-            "momentum = 0.5, not 0.9, .* set optimizer.name to",
+            "momentum = 0.5, not 0.9, .* optimizer.na",
         ),
         (
             "method",
