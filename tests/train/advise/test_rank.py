@@ -264,9 +264,7 @@ def test_the_topology_that_one_has_is_looked_at_once():
 def test_the_name_of_a_topology_says_its_options():
     own = {
         "ring_lattice (6)": TopologyConfig(name="ring_lattice", degree=6),
-        "random_matching (3, 7)": TopologyConfig(
-            name="random_matching", period=3, seed=7
-        ),
+        "random_matching (3)": TopologyConfig(name="random_matching", period=3),
         "butterfly_groups (2), mean every 3": TopologyConfig(
             name="butterfly_groups", group_size=2, mean_every=3
         ),

@@ -302,11 +302,8 @@ def test_fields_that_are_gone_are_read_where_they_say_the_same():
     assert from_fields(as_0_4(sgd, optimizer={"momentum": 0.5, "b1": 0.9})) == sgd
     own = {"make": "a.py:f", "schedule": "a.py:g", "decay_steps": [1], "decay": "steps"}
     read = upgraded(as_0_4(FLAT, optimizer=own))["optimizer"]
-    assert (read["name"], read["decay"], read["decay_steps"]) == (
-        "a.py:f",
-        "a.py:g",
-        [],
-    )
+    wanted = {"name": "a.py:f", "decay": "a.py:g", "decay_steps": []}
+    assert read.items() >= wanted.items()
     old = {"merge": "blend", "share": 0.2, "codec": "int8", "copies": True}
     rounds = changed(FLAT, method=RoundsMethod())
     for step, copies in ((0.3, 0.3), (None, "auto")):
@@ -318,9 +315,17 @@ def test_fields_that_are_gone_are_read_where_they_say_the_same():
     ("section", "own", "words"),
     [
         ("exchange", {"guard": "clip"}, "guard = clip, .* set exchange.merge to a fu"),
-        ("topology", {"seed": 3}, "seed = 3, which is no .* set topology.make to a fu"),
+        (
+            "topology",
+            {"seed": 3},
+            "seed = 3, not 0, .* set topology.make to a fu",
+        ),
         ("optimizer", {"decay_factor": 0.5}, "set optimizer.decay to a function of yo"),
-        ("optimizer", {"name": "muon"}, "momentum = 0.5 and b1 = 0.9, .* optimizer.na"),
+        (
+            "optimizer",
+            {"name": "muon"},
+            "momentum = 0.5, not 0.9, .* optimizer.na",
+        ),
         (
             "method",
             {"policy": {"kind": "damping", "power": 2.0}},
