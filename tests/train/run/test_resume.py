@@ -221,7 +221,6 @@ def test_what_is_saved_is_settled_checked_and_written_down():
             check=lambda: False, save=note("save"), wait=lambda: False
         ),
         stop=Stop(),
-        late=lambda step: None,
         profile=lambda step, state: None,
     )
     run = make_run(changed(LINE, num_steps=1))
@@ -529,7 +528,7 @@ def test_a_rate_within_a_run_may_jump():
     assert rates_at((falls, 100), (later, 100), 60) is None  # As it was.
     last, now = rates_at((falls, 100), (sooner, 100), 55) or (0, 0)
     assert (last, now) == pytest.approx((1e-3, 1e-4))
-    own = changed(falls, decay=rising)
+    own = changed(falls, decay=rising, decay_steps=())
     assert rates_at((own, 100), (own, 120), 50) is None
     last, now = rates_at((own, 100), (own, 200), 50) or (0, 0)
     assert (last, now) == pytest.approx((0.49, 0.25))
