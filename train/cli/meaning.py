@@ -35,6 +35,8 @@ ELSEWHERE = {
     "gradient-clip-val",
     "--optimizer.b1": "beta1 adam-beta1 momentum",
     "--optimizer.b2": "beta2 adam-beta2",
+    "--exchange.merge": "guard trimmed discount",
+    "--on-step": "straggler straggler.kind straggler.seconds callbacks",
     "--log.every-steps": "log-every log-interval logging-steps log-every-n-steps",
     "--log.sinks": "logger wandb tensorboard mlflow report-to",
     "--evaluation.every-steps": "eval-every eval-interval eval-steps "
