@@ -195,12 +195,12 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     fields = json.loads(Path("run/config.json").read_text())
     assert fields["task"]["kind"] == "own.py:Sine"
     assert fields["topology"]["make"] == "own.py:my_graph"
-    assert fields["optimizer"]["make"] == "own.py:my_optimizer"
+    assert fields["optimizer"]["name"] == "own.py:my_optimizer"
     assert fields["optimizer"]["decay"] == "own.py:my_schedule"
     assert fields["on_step"] == "own.py:look"
     read = from_fields(fields, ["own.py"])
     assert to_json(read) == to_json(sys.modules["own.py"].config)
-    for part, name in [("task", "kind"), ("topology", "make"), ("optimizer", "make")]:
+    for part, name in [("task", "kind"), ("topology", "make"), ("optimizer", "name")]:
         kept = {"task": {"kind": "StdlibTask"}} if part != "task" else {}
         other = {**fields, **kept, part: {name: fields[part][name]}}
         with pytest.raises(ValueError, match=r"if you trust it, add --trust own\.py$"):
