@@ -2,7 +2,7 @@
 
 A translation model translates each text, a language model continues it and prints
 tokens as they are generated, until it ends the text. Without a text, each line of the
-standard input, UTF-8, is one. A task of one's own may take other lines.
+standard input, UTF-8, is one. Your own task may take other lines.
 """
 
 import io

@@ -212,7 +212,7 @@ def episode_type(size: int) -> np.dtype:
 
 @functools.cache
 def read_episodes(options: NavigateTask) -> tuple[Any, Episodes]:
-    """Returns all training episodes, and those of an evaluation, on other maps.
+    """Returns all training episodes, and the evaluation's, on other maps.
 
     They are the same in every call; smaller maps are padded with walls.
 
@@ -270,7 +270,7 @@ def draw_episodes(
     count, size = len(walls) * per_map, walls.shape[1]
     episodes = np.zeros(count, episode_type(size))
     episodes["walls"] = np.repeat(walls, per_map, axis=0)
-    # Two different free tiles: those of the smallest random numbers.
+    # Two different free tiles: the ones with the smallest random numbers.
     order = random.random((count, size * size))
     order[episodes["walls"].reshape(count, -1)] = 2
     places = np.argsort(order, axis=1)[:, :2]
@@ -333,7 +333,7 @@ def _shares(total: int, sizes: tuple[int, ...]) -> list[int]:
 class Iterations:
     """The batches of all steps, for a `grain` dataset to read.
 
-    A batch has `episodes`, those of the iteration, [workers, E, ...]; `plays`, whether
+    A batch has `episodes` of the iteration, [workers, E, ...]; `plays`, whether
     this step plays them, as the first step of each iteration does; and `rows`, the
     indices of those in the step's minibatch. Each epoch passes over all episodes, in an
     order of its own for each worker.
@@ -534,7 +534,7 @@ class World:
     ) -> Any:
         """The library's time step after action `number` of an episode."""
         first = jax.tree.map(jnp.asarray, self._first)
-        # Rules and goal are those of the first time step, constants: if they were
+        # Rules and goal stay as at the first time step, constants: if they were
         # batched, the library would compute every kind of rule and goal in each step.
         state = first.state.replace(grid=grid, agent=agent, step_num=number)
         return self._env.step(self._params, first.replace(state=state), action)

@@ -39,7 +39,7 @@ def say(found: Findings, rounds: Sequence[RoundsRow], console: Console) -> None:
 
     Args:
       found: the predictions.
-      rounds: those of methods that average every few steps.
+      rounds: predictions of methods that average every few steps.
       console: where they are printed.
     """
     setting, choice = found.setting, found.advice.choice

@@ -38,7 +38,7 @@ class OptimizerConfig:
       accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
       b1: decay rate of the first moment, and the momentum: m in `v <- m v + gradient`,
         the direction of a step of "sgd" and "exact_diffusion", the quasi-global one of
-        "qg_dsgdm", and that of "muon".
+        "qg_dsgdm", and the momentum of "muon".
       b2: decay rate of the second moment.
       eps: term added to the root of the second moment.
       weight_decay: coefficient for parameters of two dims or more.

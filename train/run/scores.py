@@ -111,7 +111,7 @@ def _joined(*rows: Any) -> Any:
 
 
 def _there_to_the_end(folders: dict[int, Path], every: int) -> dict[int, Path]:
-    """The processes whose newest checkpoints are about as new as that of any.
+    """The processes whose newest checkpoints are about as new as any.
 
     Args:
       folders: folder of each process.

@@ -141,14 +141,28 @@ class Clock:
     def _traced(self) -> np.ndarray:
         """The measured times of each worker, or of each process of a run."""
         assert self.trace is not None
-        is_run = self.trace.is_dir()
-        return recorded_times(self.trace) if is_run else np.load(self.trace)
+        if self.trace.is_dir():
+            return recorded_times(self.trace)
+        try:
+            return np.load(self.trace)
+        except ValueError as error:  # NumPy's is of pickles.
+            raise ValueError(
+                f"{self.trace} must be a file .npy with the seconds of each step and "
+                "worker, or the folder of a run with --log.timeline"
+            ) from error
 
     def _job(self, model_bytes: float, num_workers: int) -> runtime.Job:
         if self.trace is not None:
             times = self._traced()
             if self.trace.is_dir():  # All workers of a process take as long.
-                times = np.repeat(times, num_workers // times.shape[1], axis=1)
+                each, rest = divmod(num_workers, times.shape[1])
+                if rest:
+                    raise ValueError(
+                        f"{self.trace} has the times of {times.shape[1]} processes, "
+                        f"which {num_workers} workers cannot share evenly: set "
+                        "--workers.num-workers to a multiple of them"
+                    )
+                times = np.repeat(times, each, axis=1)
             compute = runtime.trace(times)
         elif self.compute is not None:
             compute = runtime.gamma(seconds("compute", self.compute), self.sigma)

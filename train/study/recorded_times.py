@@ -8,7 +8,7 @@ import numpy as np
 from train.store.folder import process_folders
 from train.store.timeline import read_timelines
 
-# After which a process goes on with its next step; exchanges run beside.
+# After these a process continues with its next step; exchanges run beside.
 ENDS = ("compute", "wait", "evaluate")
 
 

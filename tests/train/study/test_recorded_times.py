@@ -8,8 +8,12 @@ import sys
 import numpy as np
 import pytest
 
+from tests import job_line
+from tests.changes import changed
 from tests.checkout import ROOT
 from tests.jobs import ROUNDS, ended, rounds_command, started
+from train.run.setup import make_run
+from train.study.clock import Clock
 from train.study.recorded_times import recorded_times
 
 
@@ -48,6 +52,26 @@ def test_what_a_worker_took_is_all_but_its_waits(tmp_path):
         recorded_times(tmp_path / "run")
     with pytest.raises(ValueError, match=r"of the processes \[\], of 1"):
         recorded_times(tmp_path)
+
+
+def test_workers_of_a_process_take_its_times_if_they_share_it_evenly(tmp_path):
+    run = tmp_path / "run"
+    write(run, (0, "compute", 0, 0.0, 1.0), (1, "compute", 0, 0.0, 3.0))
+
+    def compute(num_workers, trace=run):
+        workers = dict(num_workers=num_workers, workers_per_node=1)
+        sections = dict(workers=workers, topology=dict(name="ring"))
+        config = changed(job_line.config, num_steps=8, **sections)
+        return Clock(trace=trace).run(make_run(config), 0).times.compute
+
+    np.testing.assert_array_equal(compute(4), [[1, 1, 3, 3]] * 8)
+    for wrong in (1, 3):
+        with pytest.raises(ValueError, match=f"2 processes, which {wrong} workers"):
+            compute(wrong)
+    text = tmp_path / "times.npy"
+    text.write_text("1 2 3")
+    with pytest.raises(ValueError, match=r"must be a file \.npy with the seconds"):
+        compute(4, text)
 
 
 @pytest.mark.slow
