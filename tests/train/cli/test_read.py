@@ -14,4 +14,5 @@ def test_a_function_of_a_file_takes_the_place_of_a_name(tmp_path, capsys):
     assert with_fields(made, {"optimizer.name": "lion"}).optimizer.name == "lion"
     with pytest.raises(SystemExit):
         with_fields(made, {"optimizer.decay": f"{file}:lamp"})
-    assert "own.py has no function lamp: did you mean lamb?" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error == f"error: {file} has no function lamp: did you mean lamb?\n"
