@@ -1,4 +1,4 @@
-"""Links and tunnels of peers that share a secret, and bytes of strangers."""
+"""Links of peers that share a secret, and bytes of strangers."""
 
 import contextlib
 import socket
@@ -9,32 +9,44 @@ import jax
 import jax.numpy as jnp
 
 from decentjax.links import Links, Piece, Said
-from decentjax.links.handshake import Handshakes
-from decentjax.links.tunnel import contexts, guest_tunnel
-from decentjax.process.address import to_address
+from decentjax.links.wire import LENGTH
 from tests.parties import party_of
 
 LONG = 60.0  # Longer than any wait here should be.
 OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"
-SECRET = b"a secret of all peers" * 2  # Of tunnels.
+SECRET = b"a secret of all peers" * 2  # Of TLS.
 SHAPE = Piece((3,), jnp.float32)
+
+
+def framed(text: bytes) -> bytes:
+    return LENGTH.pack(len(text)) + text
+
+
 GARBAGE = [
     b"",
     b"\n",
     b"\0" * 100,
     b"\xff" * 100_000,
     b"GET / HTTP/1.0\r\n\r\n",
-    b"[" * 4000 + b"\n",
-    b'{"nonce": 1}\n',
-    b'{"nonce": "\\ud800", "says": "{}", "mac": "\\ud800"}\n',
-    b'{"nonce": "0", "says": "{}", "mac": "0"}\n',
-    b"1" * 4094 + b"\n",
+    framed(b"[" * 4000),
+    framed(b'{"nonce": 1}'),
+    framed(b'{"nonce": "\\ud800", "says": "{}", "mac": "\\ud800"}'),
+    framed(b'{"nonce": "0", "says": "{}", "mac": "0"}'),
+    framed(b"1" * 4094),
+    framed(b""),
+    LENGTH.pack(4096),
 ]
 
 
 @contextlib.contextmanager
-def links(folder: Path, worker: int, secret: bytes | None = OURS, count: int = 2):
-    party = party_of(folder, [worker], digest="digest", secret=secret)
+def links(
+    folder: Path,
+    worker: int,
+    secret: bytes | None = OURS,
+    count: int = 2,
+    digest: str = "digest",
+):
+    party = party_of(folder, [worker], digest=digest, secret=secret)
     one = Links(party, count, [[SHAPE]])
     try:
         yield one
@@ -42,20 +54,8 @@ def links(folder: Path, worker: int, secret: bytes | None = OURS, count: int = 2
         one.close()
 
 
-@contextlib.contextmanager
-def process(secret: bytes = OURS, digest: str = "digest"):
-    """Handshakes of a process with worker 0, whose links are the addresses."""
-    one = Handshakes("127.0.0.1", secret, digest, lambda _: "there", link_of)
-    try:
-        one.answer([0], life=7)
-        yield one
-    finally:
-        one.close()
-
-
-def link_of(worker: int, address: str) -> str:
-    del worker
-    return address
+def address_of(one: Links) -> str:
+    return one._server.address
 
 
 def until(condition) -> None:
@@ -70,13 +70,11 @@ def connect(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=LONG)
 
 
-def read_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        data = connection.recv(1)
-        assert data, "disconnected"
-        line += data
-    return line
+def read_text(connection: socket.socket) -> bytes:
+    """The words that come next, with their length."""
+    data = connection.recv(LENGTH.size, socket.MSG_WAITALL)
+    (size,) = LENGTH.unpack(data)
+    return data + connection.recv(size, socket.MSG_WAITALL)
 
 
 def goes_on(reader: Links, writer: Links, step: int) -> bool:
@@ -87,8 +85,3 @@ def goes_on(reader: Links, writer: Links, step: int) -> bool:
     writer.publish(1, 0, 0, [model], Said(step))
     message = reader.wait(0, 1, 0, step, time.monotonic() + LONG)
     return message is not None and float(message.arrays[0][0]) == step
-
-
-def guest_of(host, secret):
-    inside = ["127.0.0.3:0", "127.0.0.3:0"]
-    return guest_tunnel(to_address(*host.addresses[0]), contexts(secret)[1], inside)

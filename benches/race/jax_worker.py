@@ -124,8 +124,6 @@ def _exchange_by_peers(
         multihost_utils.sync_global_devices("step")
         sources = [peer for peer, _ in senders(graph[t], worker)]
         every = list(itertools.product(range(len(models)), sources))
-        for channel, peer in every:
-            links.ask(worker, peer, channel)
         for channel, model in enumerate(models):
             for peer, _ in receivers(graph[t], worker):
                 links.publish(worker, peer, channel, [model], Said(t))

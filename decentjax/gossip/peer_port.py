@@ -371,9 +371,6 @@ class PeerPort(PartyPort):
                 for one in self.ledger.send(worker, step):
                     self._read(one)
             self._way.send(worker, group, rows, number)
-            for peer, _ in senders(self.graph[number], worker):
-                # At once, so that the link carries it while this step still mixes.
-                self.links.ask(worker, peer, group)
         return functools.partial(self._take, group, own, of_workers, number)
 
     def close(self, seconds: float) -> None:

@@ -1,137 +1,239 @@
-"""Messages to peers, which are kept until their arrival is confirmed."""
+"""Messages to peers, which are kept until they have arrived."""
 
+import collections
+import contextlib
+import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import jax
 
-from decentjax.links import edge
-from decentjax.links.transport import Transports
+from decentjax.links.channel import Channel
+from decentjax.links.inbox import KEPT, Said
+from decentjax.links.wire import BEAT, LEFT, Frame, Wire, send_parts
 
-# Slowest transfer: a message that takes longer counts as lost, and is sent twice.
-LEAST_BYTES_PER_SECOND = 2e6
-To = tuple[int, int, int]
-"""Numbers of a worker here, the peer to which it sends, and the channel."""
-
-
-class Announce(Protocol):
-    """Announces a message of a worker to a guest, see `Handshakes`."""
-
-    def __call__(self, worker: int, guest: int, message: Sequence[int], /) -> None: ...
+BEAT_SECONDS = 0.5  # Between two reports of the step.
+MAX_FRAMES = 4096  # That wait for a connection.
 
 
-class Offer:
+class Parcel(NamedTuple):
     """A message on its way.
 
     Args:
-      count: number of earlier messages to this life of the peer, on this channel.
-      guest: worker under which the peer's process has asked for the one that sends.
-      name: its name in the transport.
-      arrays: its arrays.
+      frame: its header.
+      life: life of the process for which it is; no other receives it.
+      parts: its bytes.
     """
 
-    def __init__(self, count: int, guest: int, name: int, arrays: list[jax.Array]):
-        self.count, self.guest, self.name, self.arrays = count, guest, name, arrays
-        num_bytes = sum(x.nbytes for x in arrays)
-        self._pause = edge.AGAIN_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
-        self._due = time.monotonic() + self._pause
+    frame: Frame
+    life: int
+    parts: list[memoryview]
 
-    def is_due(self) -> bool:
-        """Whether to send it again, if it is requested; each time after a longer pause.
 
-        Never after its arrays were donated.
+class Box:
+    """What one worker sends to one other process, over its newest connection.
+
+    On each edge it keeps the two newest messages until they have arrived, and sends
+    them again over the next connection if this one breaks. So memory is bounded, and a
+    process that takes nothing stops no other.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._parcels = collections.defaultdict[tuple[int, int], list[Parcel]](list)
+        self._unsent = list[Parcel]()
+        self._frames = collections.deque[Frame](maxlen=MAX_FRAMES)
+        self._connection: socket.socket | None = None
+        self._life, self._ends = 0, False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process is connected."""
+        return self._connection is not None
+
+    def put(self, parcel: Parcel) -> None:
+        """Sends a message as soon as it can."""
+        with self._changed:
+            kept = self._parcels[parcel.frame.peer, parcel.frame.channel]
+            if kept and kept[-1].life != parcel.life:
+                kept.clear()
+            kept.append(parcel)
+            del kept[:-KEPT]
+            self._unsent.append(parcel)
+            self._drop_stale()
+            self._changed.notify_all()
+
+    def tell(self, frame: Frame) -> None:
+        """Sends a frame without bytes."""
+        with self._changed:
+            self._frames.append(frame)
+            self._changed.notify_all()
+
+    def arrived(self, peer: int, channel: int, count: int) -> None:
+        """Drops the messages of an edge up to one that has arrived."""
+        with self._changed:
+            kept = self._parcels[peer, channel]
+            kept[:] = [parcel for parcel in kept if parcel.frame.count > count]
+            self._drop_stale()
+
+    def clear(self, peer: int) -> None:
+        """Drops all messages for a worker, which is gone."""
+        with self._changed:
+            for to in [to for to in self._parcels if to[0] == peer]:
+                del self._parcels[to]
+            self._drop_stale()
+
+    def serve(
+        self, connection: socket.socket, life: int, step: Callable[[], int], wire: Wire
+    ) -> None:
+        """Sends over a connection until it ends, or another one takes its place.
+
+        Args:
+          connection: connection to a process.
+          life: life of that process.
+          step: function that returns the step to report.
+          wire: how frames are written.
+
+        Raises:
+          OSError: if the connection breaks.
         """
-        now = time.monotonic()
-        if now < self._due or any(x.is_deleted() for x in self.arrays):
-            return False
-        self._pause *= 2
-        self._due = now + self._pause
-        return True
+        with self._changed:
+            if self._connection is not None:
+                abort(self._connection)
+            if self._life != life:
+                self._frames.clear()
+            self._connection, self._life = connection, life
+            self._unsent = [x for kept in self._parcels.values() for x in kept]
+            self._changed.notify_all()
+        try:
+            due = 0.0
+            while True:
+                frames, parcel, is_last = self._next(connection, due)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + BEAT_SECONDS
+                    frames.append(Frame(BEAT, said=Said(step())))
+                if is_last:
+                    frames.append(Frame(LEFT))
+                parts = [wire.to_bytes(frame) for frame in frames]
+                if parcel is not None:
+                    parts += [wire.to_bytes(parcel.frame), *parcel.parts]
+                send_parts(connection, parts)
+                if is_last:
+                    return
+        finally:
+            with self._changed:
+                if self._connection is connection:
+                    self._connection = None
+                    self._changed.notify_all()
+
+    def end(self) -> None:
+        """Sends what is left, and then the end."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+
+    def wait(self, deadline: float) -> None:
+        """Waits until all is sent, and the end."""
+        with self._changed:
+            left = deadline - time.monotonic()
+            self._changed.wait_for(
+                lambda: not (self._unsent or self._connection), max(0.0, left)
+            )
+
+    def abort(self) -> None:
+        """Breaks the connection."""
+        with self._changed:
+            if self._connection is not None:
+                abort(self._connection)
+
+    def _next(
+        self, connection: socket.socket, due: float
+    ) -> tuple[list[Frame], Parcel | None, bool]:
+        """The frames and the message to send next, and whether they are the last."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._frames
+                    or self._unsent
+                    or self._ends
+                    or self._connection is not connection
+                ),
+                max(0.0, due - time.monotonic()),
+            )
+            if self._connection is not connection:
+                raise ConnectionAbortedError("another connection has taken its place")
+            frames = list(self._frames)
+            self._frames.clear()
+            of_life = [x for x in self._unsent if x.life == self._life]
+            parcel = of_life[0] if of_life else None
+            if parcel is not None:
+                self._unsent.remove(parcel)
+            return frames, parcel, self._ends and len(of_life) < 2
+
+    def _drop_stale(self) -> None:
+        """Sends nothing that a newer message has replaced, or that has arrived."""
+        kept = {id(x) for parcels in self._parcels.values() for x in parcels}
+        self._unsent = [x for x in self._unsent if id(x) in kept]
 
 
 class Outbox:
-    """Offers messages to peers, and lost ones again.
-
-    It keeps two messages on an edge at most, as the transport does.
+    """The boxes of a process, and a thread that waits until arrays are computed.
 
     Args:
-      transports: where it offers them.
-      name_of: function that returns the name of a message: of the worker that sends,
-        the peer, its life, the channel and the slot.
-      announce: function that announces a message.
+      channels: the kinds of messages.
     """
 
-    def __init__(
-        self,
-        transports: Transports,
-        name_of: Callable[[int, int, int, int, int], int],
-        announce: Announce,
-    ):
-        self._transports, self._name_of = transports, name_of
-        self._announce = announce
-        # Life and guest of the last message, and the number of messages to that life.
-        self._sent: dict[To, tuple[int, int, int]] = {}
-        self.offers: dict[tuple[To, int], Offer] = {}  # By edge and slot.
-        self._lock = threading.Lock()
+    def __init__(self, channels: Sequence[Channel]):
+        self._channels = channels
+        self.boxes = collections.defaultdict[tuple[int, int], Box](Box)
+        self._counts = collections.Counter[tuple[int, int, int]]()
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, name="decentjax.outbox", daemon=True
+        )
+        self._thread.start()
 
     def send(
-        self, to: To, life: int, guest: int, message: Callable[[int], list[jax.Array]]
+        self, frame: Frame, guest: int, life: int, arrays: Sequence[jax.Array]
     ) -> None:
-        """Offers a message to a life of a peer, and announces it to its process.
+        """Sends a message, once its arrays are computed; returns at once.
 
         Args:
-          to: its edge.
-          life: the peer's life.
-          guest: worker under which that process has asked for the one that sends.
-          message: function that returns the arrays, for the number of earlier messages.
+          frame: its header, without the count.
+          guest: first worker of the process that receives it.
+          life: life of that process.
+          arrays: the arrays.
         """
-        with self._lock:
-            before, earlier, count = self._sent.get(to, (life, guest, 0))
-            if before != life:
-                self._free(to, before, earlier, message(0)[:1])
-                count = 0
-            # Alternates between two names: a message of a step is not replaced before
-            # the step after the next. If both wait for each other, it was taken by
-            # then.
-            self._sent[to], slot = (life, guest, count + 1), count % 2
-            worker, peer, channel = to
-            name = self._name_of(worker, peer, life, channel, slot)
-            offer = Offer(count, guest, name, message(count))
-            self.offers[to, slot] = offer
-            self._offer(to, offer)
+        to = frame[1:4]
+        box = self.boxes[frame.worker, guest]
+        self._queue.put((box, frame._replace(count=self._counts[to]), life, arrays))
+        self._counts[to] += 1
 
-    def hear(self, worker: int, peer: int, channel: int, *count: int) -> None:
-        """Drops a message that has arrived, or sends again what has not.
+    def close(self, seconds: float) -> None:
+        """Sends what is left, for at most this long."""
+        deadline = time.monotonic() + seconds
+        self._queue.put(None)
+        self._thread.join(seconds)
+        boxes = list(self.boxes.values())
+        for box in boxes:
+            box.end()
+        for box in boxes:
+            box.wait(deadline)
 
-        Called in the thread of the handshakes, as this process may be in a long step.
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            box, frame, life, arrays = item
+            # An array that was donated since, or could not be computed.
+            with contextlib.suppress(RuntimeError):
+                parts = self._channels[frame.channel].to_bytes(arrays)
+                box.put(Parcel(frame, life, parts))
+            del item, arrays
 
-        Args:
-          worker: number of the worker here.
-          peer: number of the peer.
-          channel: the channel.
-          count: that of the message that has arrived; without it nothing has.
-        """
-        to = worker, peer, channel
-        with self._lock:
-            offers = [self.offers.get((to, slot)) for slot in (0, 1)]
-            for offer in filter(None, offers):
-                if count == (offer.count,):
-                    del self.offers[to, offer.count % 2]
-                elif not count and offer.is_due():
-                    self._offer(to, offer, offer.count)
 
-    def _offer(self, to: To, offer: Offer, *again: int) -> None:
-        worker, peer, channel = to
-        self._transports[offer.guest].offer(offer.name, offer.arrays)
-        message = peer, channel, offer.count % 2, *again
-        self._announce(worker, offer.guest, message)
-
-    def _free(self, to: To, life: int, guest: int, arrays: list[jax.Array]) -> None:
-        """Frees arrays that no process will take, by offering small ones instead."""
-        worker, peer, channel = to
-        for slot in (0, 1):
-            self.offers.pop((to, slot), None)
-            name = self._name_of(worker, peer, life, channel, slot)
-            self._transports[guest].offer(name, arrays)
+def abort(connection: socket.socket) -> None:
+    """Ends a connection that other threads may be reading, or writing to."""
+    with contextlib.suppress(OSError):  # Not TLS's own, which would wait.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

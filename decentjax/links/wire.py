@@ -1,115 +1,126 @@
-"""Messages of a handshake's connection: lines of JSON, which any program may send."""
+"""What travels on a connection of peers: first words of JSON, and then frames.
 
-import asyncio
+Words have their length before them, in four bytes. A frame is a header of integers, and
+after that of a message its bytes.
+"""
+
+import itertools
 import json
+import socket
+import struct
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-MAX_BYTES = 4096  # Largest message.
-MAX_STEP = 2**31 - 1  # A step has four bytes in the header of a message.
+import numpy as np
+
+from decentjax.links.inbox import Said
+
+MAX_BYTES = 4096  # Longest words.
+MAX_STEP = 2**31 - 1
+SHORT_BYTES = 2**16  # Shorter parts are sent together.
+LENGTH = struct.Struct("!I")
+# Kinds of frames: a message; the step of a host; a message that has arrived; a worker
+# that asks for a whole state; and the regular end.
+MESSAGE, BEAT, ARRIVED, JOINS, LEFT = range(5)
+FIELDS = "kind", "worker", "peer", "channel", "count", "step", "number"
 
 
-class Question(NamedTuple):
-    """What a guest says.
-
-    Args:
-      guest: number of a worker of the guest's process.
-      worker: number of the worker that it asks for.
-      digest: text that must be equal in all processes.
-      joins: whether the guest requests that worker's whole state.
-      first: hash of the model that it starts from; "" for any.
-    """
-
-    guest: int
-    worker: int
-    digest: str
-    joins: bool
-    first: str
-
-
-class Host(NamedTuple):
-    """What a host says of itself.
+class Frame(NamedTuple):
+    """The header of a frame; what a kind does not need is 0.
 
     Args:
-      worker: number of the requested worker.
-      guest: number of the worker under which its process asks others.
-      digest: text that must be equal in all processes.
-      life: a positive number that differs between starts of the process.
-      transfer: address of its transfer server.
-      step: its current step; -1 before its first.
-      first: hash of the model that it starts from; "" for any.
+      kind: one of the kinds above.
+      worker: number of the worker that sends it.
+      peer: number of the worker for which it is.
+      channel: channel of a message.
+      count: number of earlier messages on this edge.
+      said: what a message says, or the step of a host.
     """
 
-    worker: int
-    guest: int
-    digest: str
-    life: int
-    transfer: str
-    step: int
-    first: str
+    kind: int
+    worker: int = 0
+    peer: int = 0
+    channel: int = 0
+    count: int = 0
+    said: Said = Said(0)
 
 
-def read_question(text: str) -> Question:
-    """Returns what a guest says.
+class Wire:
+    """Frames as bytes.
 
-    Raises:
-      ValueError: if it is no question of a peer.
+    Args:
+      num_parts: number of parts of a `Said`.
     """
-    match parse(text):
-        case {
-            "guest": int(guest),
-            "worker": int(worker),
-            "digest": str(digest),
-            "joins": bool(joins),
-            "first": str(first),
-        }:
-            return Question(guest, worker, digest, joins, first)
-    raise ValueError("it is no question of a peer")
+
+    def __init__(self, num_parts: int):
+        shapes = [*((name, "<i8") for name in FIELDS), ("parts", "<i8", (num_parts,))]
+        self._header = np.dtype(shapes)
+        self.num_bytes = self._header.itemsize
+
+    def to_bytes(self, frame: Frame) -> bytes:
+        """The header of a frame."""
+        *fields, (step, number, parts) = frame
+        parts = parts if frame.kind == MESSAGE else 0
+        return np.array([(*fields, step, number, parts)], self._header).tobytes()
+
+    def from_bytes(self, data: bytes | bytearray) -> Frame:
+        """The frame of a header.
+
+        Raises:
+          ValueError: if it is none.
+        """
+        (found,) = np.frombuffer(bytes(data), self._header)
+        kind, worker, peer, channel, count, step, number = found.item()[: len(FIELDS)]
+        if not (kind in range(LEFT + 1) and -1 <= step <= MAX_STEP):
+            raise ValueError("this is no frame of a peer")
+        said = Said(step, number, tuple(found["parts"].tolist()))
+        return Frame(kind, worker, peer, channel, count, said)
 
 
-def read_host(text: str) -> Host:
-    """Returns what a host says of itself.
+def send_parts(connection: socket.socket, parts: Iterable[bytes | memoryview]) -> None:
+    """Sends bytes, the short ones of a row together."""
+    for is_short, group in itertools.groupby(parts, lambda x: len(x) < SHORT_BYTES):
+        for part in [b"".join(group)] if is_short else group:
+            connection.sendall(part)
+
+
+def read_into(connection: socket.socket, data: memoryview) -> None:
+    """Fills memory with the bytes that come next.
 
     Raises:
-      ValueError: if these are not the words of a peer.
+      EOFError: if the connection ends before.
     """
-    match parse(text):
-        case {
-            "worker": int(worker),
-            "guest": int(guest),
-            "digest": str(digest),
-            "life": int(life),
-            "transfer": str(transfer),
-            "step": step,
-            "first": str(first),
-        } if life > 0 and is_step(step):
-            return Host(worker, guest, digest, life, transfer, step, first)
-    raise ValueError("these are not the words of a peer")
+    while data:
+        count = connection.recv_into(data)
+        if not count:
+            raise EOFError("disconnected")
+        data = data[count:]
 
 
-def is_step(step: Any) -> bool:
-    """Whether this is a step of a peer, or -1."""
-    return type(step) is int and -1 <= step <= MAX_STEP
+def send_words(connection: socket.socket, words: Any) -> None:
+    """Sends a value as JSON."""
+    text = json.dumps(words).encode()
+    connection.sendall(LENGTH.pack(len(text)) + text)
 
 
-def send(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Sends a message in a line."""
-    writer.write(json.dumps(message).encode() + b"\n")
-
-
-async def read(reader: asyncio.StreamReader) -> Any:
-    """Returns the message in a line.
+def read_words(connection: socket.socket) -> Any:
+    """Returns the value that comes next.
 
     Raises:
-      EOFError: if there is none.
+      EOFError: if the connection ends before.
       ValueError: if it is too long, or not JSON.
     """
-    line = await reader.readline()
-    if not line.endswith(b"\n"):
-        raise EOFError("disconnected")
-    return parse(line)
+    head = bytearray(LENGTH.size)
+    read_into(connection, memoryview(head))
+    (size,) = LENGTH.unpack(head)
+    if size > MAX_BYTES:
+        raise ValueError(f"words of a peer have at most {MAX_BYTES} bytes, got {size}")
+    text = bytearray(size)
+    read_into(connection, memoryview(text))
+    return parse(text)
 
 
-def parse(text: str | bytes) -> Any:
+def parse(text: str | bytes | bytearray) -> Any:
     """Returns the value in a text.
 
     Raises:

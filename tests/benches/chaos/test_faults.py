@@ -285,10 +285,11 @@ PROMISES = [
         "freeze, elastic",
         """
         import decentjax.links.links as links
-        handshakes = links.Handshakes
-        def deaf(*args, **kwargs):
-            return handshakes(*args[:4], 100.0, *args[5:], **kwargs)
-        links.Handshakes = deaf
+        begin = links.Links.__init__
+        def deaf(self, *args, **kwargs):
+            begin(self, *args, **kwargs)
+            self._silent_seconds = 100.0
+        links.Links.__init__ = deaf
         """,
         "others took|never came back|another model",
     ),

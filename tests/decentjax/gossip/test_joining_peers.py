@@ -1,6 +1,5 @@
 """Peers that join: where a call of their step continues, and what they send before."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -18,7 +17,7 @@ from decentjax import gossip, methods, simulate, topology
 from decentjax.gossip import Elastic, Peers, Quorum
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.links import Book, Links
-from decentjax.links.handshake import Handshakes
+from decentjax.links import links as links_module
 from tests.parties import LOCAL, LONG, in_threads, party_of
 
 PARAMS = {"matrix": jnp.zeros((2, 3)), "scalar": jnp.ones(())}
@@ -141,15 +140,15 @@ def test_a_newcomer_sends_nothing_of_what_it_trained_alone(plan, is_elastic, tmp
 @pytest.mark.slow
 def test_who_is_asked_in_time_is_waited_for(tmp_path, monkeypatch):
     """However short the time to begin alone is: here its peers answer late."""
-    admit = Handshakes._admit
+    answer = links_module.answer
 
-    async def late(self, *streams):
-        await asyncio.sleep(1.0)
-        return await admit(self, *streams)
+    def late(*args):
+        time.sleep(1.0)
+        return answer(*args)
 
     with Training(gossip.Folder(tmp_path), [0, 1], "averages") as others:
         others.until(20)
-        monkeypatch.setattr(Handshakes, "_admit", late)
+        monkeypatch.setattr(links_module, "answer", late)
         newcomer = steps_of(gossip.Folder(tmp_path), 2, "averages", alone_seconds=0.1)
         assert next(newcomer) > 20
         newcomer.close()

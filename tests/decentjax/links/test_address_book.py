@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import pytest
 
 from decentjax import gossip
-from decentjax.links import Folder, Links, Piece, links
-from decentjax.links.handshake import Handshakes
-from tests.handshakes import GARBAGE, LONG, connect, goes_on, process, read_line, until
+from decentjax.links import Folder, Links, Piece, Said, handshake, links
+from decentjax.links.handshake import PROTOCOL
+from decentjax.links.wire import BEAT, MESSAGE, Frame, Wire, read_words, send_words
+from tests.handshakes import GARBAGE, LONG, OURS, address_of, connect, goes_on, until
 from tests.handshakes import links as links_of
 from tests.parties import party_of
 
@@ -105,10 +106,9 @@ def test_a_process_writes_its_entry_again(how, tmp_path, monkeypatch):
 def test_the_entry_of_another_process_is_kept(tmp_path, monkeypatch):
     """A worker may have been started again elsewhere, while this process was frozen."""
     monkeypatch.setattr(links, "KEEP_SECONDS", 0.0)
-    with links_of(tmp_path, 0) as own:
+    with links_of(tmp_path, 0):
         (tmp_path / "worker-0").write_text("127.0.0.1:1 7")
-        for _ in range(20):
-            own.alive()
+        time.sleep(5 * links.LOOK_UP_SECONDS)
         assert (tmp_path / "worker-0").read_text() == "127.0.0.1:1 7"
 
 
@@ -164,7 +164,8 @@ def test_a_list_of_too_few_addresses_is_refused_before_the_start():
         party.check(2)
 
 
-GUEST = {"guest": 1, "worker": 0, "digest": "digest", "joins": False, "first": ""}
+GUEST = {"guest": 1, "worker": 0, "digest": "digest", "life": 7, "first": ""}
+GUEST |= {"address": "127.0.0.1:9"}
 QUESTIONS = [
     *(GUEST | {name: wrong} for name in GUEST for wrong in (None, [], {}, 1.5)),
     *({k: v for k, v in GUEST.items() if k != name} for name in GUEST),
@@ -174,42 +175,36 @@ QUESTIONS = [
 ]
 
 
-def test_a_question_in_another_form_is_left(capsys):
+def test_a_question_in_another_form_is_left(tmp_path, capfd):
     """Even of one that has the secret; and the host answers others."""
     texts = [*map(json.dumps, QUESTIONS), "[" * 1500, "", "\0"]
-    with process() as host, process() as guest:
+    with links_of(tmp_path, 0) as host:
         for says in texts:
-            with connect(host.address) as stranger:
-                other = json.loads(read_line(stranger))["nonce"]
-                mac = host._prove("guest", other, "0", says)
-                proof = {"nonce": "0", "says": says, "mac": mac}
-                stranger.sendall(json.dumps(proof).encode() + b"\n")
+            with connect(address_of(host)) as stranger:
+                other = read_words(stranger)["nonce"]
+                mac = handshake._prove(OURS, "guest", other, "0", says)
+                send_words(stranger, {"nonce": "0", "says": says, "mac": mac})
                 assert stranger.recv(1) == b""
-        answer = guest.ask(host.address, 1, 0).result(LONG)
-        assert answer[:3] == (7, 0, "there")
-        until(lambda: set(host._held) == {(1, 0)})
-        assert host.joining == host.unlike == set()
-    assert capsys.readouterr().err == ""
+        assert not host._outbox.boxes
+        assert host.joining() == host._unlike == set()
+        with links_of(tmp_path, 1) as guest:
+            assert goes_on(host, guest, 0)
+    assert "Traceback" not in capfd.readouterr().err
 
 
-HOST = {"worker": 1, "digest": "digest", "life": 7, "transfer": "127.0.0.1:9"}
-HOST |= {"step": 3, "first": "", "guest": 1}
+HOST = {"worker": 1, "digest": "digest", "life": 7, "step": 3, "first": "", "guest": 1}
 ANSWERS = [
     *(HOST | {name: wrong} for name in HOST for wrong in (None, [], {}, 1.5)),
     *({k: v for k, v in HOST.items() if k != name} for name in HOST),
     *(HOST | {"life": wrong} for wrong in (0, -1, "7")),
     *(HOST | {"step": wrong} for wrong in (-2, 2**31, True, "3")),
-    *(
-        HOST | {"transfer": x}
-        for x in ("", "there", "127.0.0.1:99999", "[::1]:5", "a:0")
-    ),
     [],
     7,
 ]
 
 
 @contextlib.contextmanager
-def speaking(one: Handshakes, text: str, then: bytes = b""):
+def speaking(said: Any, then: bytes = b""):
     """The address of a host that has the secret of a process, and says anything."""
 
     def speak() -> None:
@@ -217,11 +212,13 @@ def speaking(one: Handshakes, text: str, then: bytes = b""):
             while True:
                 guest, _ = listener.accept()
                 with guest:
-                    guest.sendall(b'{"nonce": "1"}\n')
-                    other = json.loads(read_line(guest))
-                    mac = one._prove("host", "1", other["nonce"], other["says"], text)
-                    answer = json.dumps({"says": text, "mac": mac})
-                    guest.sendall(answer.encode() + b"\n" + then)
+                    send_words(guest, {"nonce": "1", "protocol": PROTOCOL})
+                    other = read_words(guest)
+                    text = json.dumps(said(json.loads(other["says"])["digest"]))
+                    asked = "1", other["nonce"], other["says"]
+                    mac = handshake._prove(OURS, "host", *asked, text)
+                    send_words(guest, {"says": text, "mac": mac})
+                    guest.sendall(then)
                     while then and guest.recv(100):
                         pass
 
@@ -237,58 +234,48 @@ def speaking(one: Handshakes, text: str, then: bytes = b""):
 
 @pytest.mark.parametrize("said", ANSWERS, ids=range(len(ANSWERS)))
 def test_an_answer_in_another_form_is_refused_by_name(said, tmp_path):
-    with links_of(tmp_path, 0) as one:
-        one._handshakes._digest = "digest"
-        with speaking(one._handshakes, json.dumps(said)) as address:
-            (tmp_path / "worker-1").write_text(f"{address} 7")
-            until(lambda: not one.life_of(1) and one.refused)
+    with links_of(tmp_path, 0) as one, speaking(lambda _: said) as address:
+        (tmp_path / "worker-1").write_text(f"{address} 7")
+        until(lambda: not one.life_of(1) and one.refused)
+        where = f"worker 1 at {address}, asked from {address_of(one)}"
         assert one.refused[1] == (
-            f"worker 1 at {address} 7: it is another program, or another version"
+            f"{where}: it is another program, or another version of decentjax"
         )
 
 
-WORDS = [b"{}", b"[1.5, 0, 0]", b"[[], 0, 0]", b"[0, 0]", b"1e999", b"-7", b'"12"']
-WORDS += [b"null", b"[" * 2000, b"1" * 4000, b"\xff"]
+FRAME = Wire(0).to_bytes(Frame(MESSAGE, 1, 0, 0))
+WORDS = [b"\0" * len(FRAME), b"\xff" * 1000, b"{}" * 100, FRAME[::-1], FRAME[8:] * 3]
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_a_host_that_says_anything_later_is_lost_and_no_more(word, capsys):
-    with process() as one:
-        text = json.dumps(HOST | {"digest": "digest"})
-        then = b"[0, 0, 1]\n[0, 0, 1, 9]\n5\n" + word + b"\n"
-        with speaking(one, text, then) as address:
-            line = one.ask(address, 0, 1).result(LONG).line
-            until(lambda: line.lost)
-        assert (line.step, line.left) == (5, False)
-        assert list(one.again) == [(1, 0, 0, 9)]
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize("word", WORDS, ids=range(len(WORDS)))
+def test_a_host_that_says_anything_later_is_lost_and_no_more(word, tmp_path, capfd):
+    then = Wire(0).to_bytes(Frame(BEAT, said=Said(5))) + word
+    with links_of(tmp_path, 0) as one:
+        steps = []
+        ring = one.bell.ring
+        one.bell.ring = lambda: steps.append(one._peers[1].step) or ring()
+        with speaking(lambda digest: HOST | {"digest": digest}, then) as address:
+            (tmp_path / "worker-1").write_text(f"{address} 7")
+            until(lambda: 5 in steps and not one.alive())
+        assert one.left == set()
+        assert not one.newest_number(0, 1, 0) >= 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_guest_that_says_anything_later_is_left(tmp_path):
-    """And what it says of messages that do not exist changes nothing."""
+def test_a_guest_that_says_anything_later_changes_nothing(tmp_path):
     with links_of(tmp_path, 0) as reader, links_of(tmp_path, 1) as writer:
         assert goes_on(reader, writer, 0)
-        line = reader._peers[1].line
-        assert line is not None
-        line.counts |= {(9, 9, 0): 9, (0, 0, 7): 10**30, (-1, 0, 0): -1}
-        for edge in ((9, 9), (0, -1), (-1, 10**30)):
-            reader._handshakes.request(line, *edge)
-        assert goes_on(reader, writer, 1)
         for data in GARBAGE:
-            line = reader._peers[1].line
-            assert line is not None
-            assert line.writer is not None
-            loop = reader._handshakes._loop
-            loop.call_soon_threadsafe(line.writer.write, data + b"\n")
-            until(lambda line=line: line.lost)
-            until(lambda: reader.alive() and writer.alive())
-        assert goes_on(reader, writer, 2)
+            call = reader._peers[1].call
+            assert call is not None
+            call.sendall(data)
+        assert goes_on(reader, writer, 1)
 
 
-def test_who_asks_to_join_under_a_number_of_nobody_is_dropped(tmp_path):
+def test_who_has_a_number_of_nobody_is_dropped(tmp_path):
     with links_of(tmp_path, 0) as one:
-        one._handshakes.joining |= {(9, 0), (-1, 0)}
-        one._handshakes.unlike |= {9}
+        with contextlib.closing(one._dial(address_of(one))) as connection:
+            one._ask(connection, 9, 0)
+            assert connection.recv(1) == b""
         assert one.joining() == set()
-        one.check_first_models()
-        assert one._handshakes.joining == set()
+        assert not one._outbox.boxes

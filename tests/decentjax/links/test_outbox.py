@@ -1,7 +1,8 @@
-"""Messages that the transport loses or delays: they are sent again, and count once."""
+"""Messages over connections that break: sent again, in order, and counted once."""
 
-import math
+import contextlib
 import random
+import threading
 import time
 
 import jax
@@ -13,8 +14,8 @@ from decentjax import Rounds, methods, topology
 from decentjax.codec import int8
 from decentjax.compression import copies
 from decentjax.gossip import Folder
-from decentjax.links import Links, Piece, Said, edge
-from decentjax.links.transport import Transport
+from decentjax.links import Links, Piece, Said
+from decentjax.links.outbox import Box
 from tests.handshakes import until
 from tests.parties import (
     LONG,
@@ -27,76 +28,64 @@ from tests.parties import (
 )
 
 
-class Late(list):
-    """A pull, whose arrays seem not to have arrived before a time."""
+@contextlib.contextmanager
+def breaking():
+    """Breaks connections of this process at random, again and again."""
+    ends, draw, boxes, serve = threading.Event(), random.Random(0), set(), Box.serve
 
-    ready_at = 0.0
+    def noted(box, *args):
+        boxes.add(box)
+        serve(box, *args)
 
-    def __iter__(self):
-        is_late = time.monotonic() < self.ready_at
-        return iter([self] if is_late else list(super().__iter__()))
+    def run():
+        while not ends.wait(0.02):
+            for box in draw.sample(sorted(boxes, key=id), len(boxes) // 3):
+                box.abort()
 
-    def is_ready(self):
-        return False
-
-
-class Lossy:
-    """A real link to a transfer server, some of whose messages come late, or never."""
-
-    def __init__(self, link, seconds):
-        self._link, self._seconds = link, seconds
-
-    def pull(self, name, specs):
-        pull = Late(self._link.pull(name, specs))
-        pull.ready_at = time.monotonic() + self._seconds()
-        return pull
-
-
-@pytest.fixture
-def lossy(monkeypatch):
-    """Makes all links lossy, by a function that draws how late a pull ends, seconds."""
-    monkeypatch.setattr(edge, "AGAIN_SECONDS", 0.1)
-    connect = Transport.connect
-
-    def of(seconds):
-        monkeypatch.setattr(
-            Transport, "connect", lambda self, at: Lossy(connect(self, at), seconds)
-        )
-
-    return of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Box, "serve", noted)
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield boxes
+        finally:
+            ends.set()
+            thread.join()
 
 
-def one_in(count, seconds=LONG):
-    """Draws which pulls are lost, or late by some seconds; not the same in each."""
-    draw = random.Random(count)
-    return lambda: seconds * (draw.randrange(count) == 0)
-
-
-def two(folder):
+def two(folder, size=3):
     """A reader, and a function by which its peer sends it a message."""
-    shape = [Piece((3,), jnp.float32)]
+    shape = [Piece((size,), jnp.float32)]
     reader, writer = (Links(party_of(folder, [i]), 2, [shape]) for i in range(2))
     reader.meet([1], time.monotonic() + LONG)
     writer.meet([0], time.monotonic() + LONG)
 
     def publish(step):
-        model = jax.device_put(jnp.full(3, float(step)), jax.devices()[1])
+        model = jax.device_put(jnp.full(size, float(step)), jax.devices()[1])
         writer.publish(1, 0, 0, [model], Said(step))
 
     return reader, writer, publish
 
 
-def test_a_lost_message_is_sent_again_and_kept_no_longer(lossy, tmp_path):
-    lossy(one_in(2))
-    reader, writer, publish = two(tmp_path)
-    for step in range(12):
-        publish(step)
-        until(lambda: reader.newest_number(0, 1, 0) >= 0)
-        message = reader.wait(0, 1, 0, step, time.monotonic())
-        assert message is not None
-        assert message.said.step == float(message.arrays[0][0]) == step
-        assert len(writer._outbox.offers) <= 2
-    until(lambda: not writer._outbox.offers)
+def kept(links, guest=0):
+    """The messages that worker 1 has not had confirmed."""
+    return [x for each in links._outbox.boxes[1, guest]._parcels.values() for x in each]
+
+
+def test_each_message_arrives_once_in_order_however_often_a_connection_breaks(tmp_path):
+    """More than the sockets' buffers hold, so that messages break in the middle."""
+    with breaking() as boxes:
+        reader, writer, publish = two(tmp_path, 2**20)
+        found = []
+        for step in range(40):
+            publish(step)
+            until(lambda step=step: reader.has_sent(0, 1, 0, step))
+            found += reader.take(0, 1, 0, step)
+        assert [message.said.step for message in found] == list(range(40))
+        for step, message in enumerate(found):
+            np.testing.assert_array_equal(message.arrays[0], step)
+        assert len(boxes) == 2
+    until(lambda: not kept(writer))
     reader.close()
     writer.close()
 
@@ -104,107 +93,68 @@ def test_a_lost_message_is_sent_again_and_kept_no_longer(lossy, tmp_path):
 def test_a_process_is_reached_whichever_of_its_workers_is_known(tmp_path):
     """It asks under the number of its first one, which another may never ask for."""
     shape = [Piece((3,), jnp.float32)]
-    parties = [party_of(tmp_path, workers) for workers in ([0], [1, 2])]
+    parties = [party_of(tmp_path, workers) for workers in ([1], [0, 2])]
     writer, reader = (Links(party, 3, [shape]) for party in parties)
     writer.meet([2], time.monotonic() + LONG)
-    reader.meet([0], time.monotonic() + LONG)
-    model = jax.device_put(jnp.ones(3), jax.devices()[0])
-    writer.publish(0, 2, 0, [model], Said(0))
-    until(lambda: reader.newest_number(2, 0, 0) >= 0)
-    assert not writer._peers[1].is_known
-    until(lambda: not writer._outbox.offers)
+    reader.meet([1], time.monotonic() + LONG)
+    model = jax.device_put(jnp.ones(3), jax.devices()[1])
+    writer.publish(1, 2, 0, [model], Said(0))
+    until(lambda: reader.newest_number(2, 1, 0) >= 0)
+    until(lambda: not kept(writer))
     reader.close()
     writer.close()
 
 
-def test_a_message_that_was_late_and_is_sent_again_counts_once(lossy, tmp_path):
-    lossy(lambda: 0.5)
+def test_of_what_waits_for_its_reader_the_two_newest_are_kept(tmp_path):
+    """And the reader that looks late has these, and what it has not had before."""
     reader, writer, publish = two(tmp_path)
-    publish(0)
-    until(lambda: reader.newest_number(0, 1, 0) >= 0)
-    assert sum(map(len, reader._peers[1].edges[0, 0].pulls.values())) > 1
-    assert reader.wait(0, 1, 0, 0, time.monotonic()) is not None
-    end = time.monotonic() + 2
-    while time.monotonic() < end:
-        assert reader.wait(0, 1, 0, 1, time.monotonic()) is None
-    publish(1)
-    until(lambda: reader.newest_number(0, 1, 0) >= 0)
-    message = reader.wait(0, 1, 0, 1, time.monotonic())
-    assert message is not None
-    assert message.said.step == 1
+    with reader.bell.lock:  # Its threads take nothing in.
+        for step in range(9):
+            publish(step)
+        until(lambda: writer._outbox._queue.empty())
+        assert len(kept(writer)) <= 2
+    until(lambda: reader.has_sent(0, 1, 0, 8))
+    assert [one.said.step for one in reader.take(0, 1, 0, 8)] == [7, 8]
+    until(lambda: not kept(writer))
     reader.close()
     writer.close()
 
 
-def test_who_waits_for_all_gets_a_lost_message_that_a_later_has_overtaken(
-    lossy, tmp_path
-):
-    is_lost = iter([True])  # The first pull alone.
-    lossy(lambda: LONG * next(is_lost, False))
+def test_what_was_donated_before_it_was_read_is_not_sent(tmp_path):
     reader, writer, publish = two(tmp_path)
-    for step in (0, 1):
-        publish(step)
-    for step in (0, 1):
-        message = reader.wait(0, 1, 0, step, math.inf)
-        assert message is not None
-        assert message.said.step == step
-    reader.close()
-    writer.close()
-
-
-def test_a_message_that_waits_for_its_reader_is_sent_once(lossy, tmp_path):
-    """Who is in a long step looks at it later than a lost one would be sent again."""
-    lossy(lambda: 0.0)
-    reader, writer, publish = two(tmp_path)
-    put, names = writer._transports[0].offer, []
-
-    def noted(name, arrays):
-        names.append(name)
-        put(name, arrays)
-
-    writer._transports[0].offer = noted
-    for step in range(3):
-        assert reader.wait(0, 1, 0, step, time.monotonic()) is None
-        publish(step)
-        pulls = reader._peers[1].edges[0, 0].pulls
-        until(lambda pulls=pulls: any(all(x) for x in map(arrived, pulls.values())))
-        time.sleep(0.3)
-        message = reader.wait(0, 1, 0, step, time.monotonic() + LONG)
-        assert message is not None
-        assert message.said.step == step
-        time.sleep(0.3)
-        assert len(names) == step + 1
-    reader.close()
-    writer.close()
-
-
-def arrived(pulls):
-    return [x.is_ready() for pull in pulls for x in pull] or [False]
-
-
-def test_a_message_that_was_donated_is_not_sent_again(lossy, tmp_path):
-    lossy(one_in(1))
-    reader, writer, _ = two(tmp_path)
     model = jax.device_put(jnp.zeros(3), jax.devices()[1])
+    model.delete()
     writer.publish(1, 0, 0, [model], Said(0))
-    for offer in writer._outbox.offers.values():
-        for array in offer.arrays:
-            array.delete()
-    assert reader.wait(0, 1, 0, 0, time.monotonic() + 0.5) is None
-    assert writer.alive() == reader.alive() ^ {0, 1} == {0}
+    publish(1)
+    until(lambda: reader.has_sent(0, 1, 0, 1))
+    assert [one.said.step for one in reader.take(0, 1, 0, 1)] == [1]
+    reader.close()
+    writer.close()
+
+
+def test_a_model_is_as_it_was_published_whatever_becomes_of_its_memory(tmp_path):
+    reader, writer, _ = two(tmp_path, 2**20)
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    model = jax.device_put(jnp.zeros(2**20), jax.devices()[1])
+    writer.publish(1, 0, 0, [model], Said(0))
+    until(lambda: writer._outbox._queue.empty())
+    for _ in range(20):
+        model = add(model)
+    message = reader.wait(0, 1, 0, 0, time.monotonic() + LONG)
+    assert message is not None
+    np.testing.assert_array_equal(message.arrays[0], 0)
     reader.close()
     writer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["arrived", "swaps"])
-def test_peers_that_wait_have_the_same_numbers_whatever_is_lost(way, lossy, tmp_path):
-    lossy(one_in(4))
+def test_peers_that_wait_have_the_same_numbers_whatever_breaks(way, tmp_path):
     graph = topology.ring(3)
     wanted = in_background(graph)
-    for worker, (found, used) in enumerate(
-        peers_run(graph, Folder(tmp_path), merge=way)
-    ):
+    with breaking():
+        results = peers_run(graph, Folder(tmp_path), merge=way)
+    for worker, (found, used) in enumerate(results):
         for got, want in zip(found, wanted, strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_array_equal(x[0], y[worker])
@@ -213,23 +163,23 @@ def test_peers_that_wait_have_the_same_numbers_whatever_is_lost(way, lossy, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", ["models", "changes"])
-def test_rounds_miss_no_message_whatever_is_lost(sent, lossy, tmp_path):
+def test_rounds_miss_no_message_whatever_breaks(sent, tmp_path):
     how = Rounds(topology.ring(2))
     how = how if sent == "models" else encoded(how, int8(4), copies, rate=0.5)
     wanted, _ = rounds_run(how, tmp_path / "whole", 6)
-    lossy(one_in(3))
-    found, used = rounds_run(how, tmp_path / "lossy", 6)
+    with breaking():
+        found, used = rounds_run(how, tmp_path / "lossy", 6)
     for got, want in zip(found, wanted, strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, want)
     assert all(len(one.models) == 1 for of_worker in used for one in of_worker)
 
 
 @pytest.mark.slow
-def test_a_mean_of_groups_misses_no_model_whatever_is_lost(lossy, tmp_path):
-    lossy(one_in(3))
+def test_a_mean_of_groups_misses_no_model_whatever_breaks(tmp_path):
     begin = time.monotonic()
     groups = methods.wagma(4, 2, 2)
-    results = groups_run(tmp_path, groups, 6, patience=LONG)
+    with breaking():
+        results = groups_run(tmp_path, groups, 6, patience=LONG)
     for step in (1, 3, 5):
         for found, used in results:
             assert [x.peer for x in used[step].models] == [0, 1, 2, 3]

@@ -1,6 +1,5 @@
-"""Certificates of jobs, and tunnels between peers: who gets in, and who does not."""
+"""Certificates of jobs, and TLS between peers: who gets in, and who does not."""
 
-import contextlib
 import os
 import re
 import socket
@@ -17,16 +16,9 @@ import pytest
 
 from decentjax import gossip, worker_mesh
 from decentjax.distributed.credentials import FILES, check_credentials
-from decentjax.links import Links, Piece, Said, transport, tunnel
-from decentjax.links.tunnel import (
-    MAX_GUESTS,
-    contexts,
-    host_tunnel,
-    listen,
-)
-from decentjax.process.address import to_address
+from decentjax.links import Links, Piece, Said
 from tests.checkout import ENV, ROOT
-from tests.handshakes import SECRET, guest_of
+from tests.handshakes import SECRET
 from tests.jobs import LONG, started
 from tests.parties import party_of
 from train.job.certificates import certificates
@@ -137,7 +129,6 @@ def test_peers_that_cannot_encrypt_get_a_sentence(monkeypatch, tmp_path):
 
 
 def test_encrypted_peers_train_together_and_not_with_others(tmp_path):
-    """On one machine, where handshakes alone need TLS."""
     common = {"secret": SECRET, "encrypted": True}
     book, channels = gossip.Folder(tmp_path), [[Piece((3,), np.float32)]]
     made = []
@@ -156,188 +147,6 @@ def test_encrypted_peers_train_together_and_not_with_others(tmp_path):
     assert not stranger.alive()
     for links in made:
         links.close()
-
-
-@pytest.fixture
-def target():
-    """A server on a loopback address of its own, which echoes."""
-    with socket.create_server(("127.0.0.2", 0)) as server:
-
-        def echo(connection):
-            with connection:
-                while data := connection.recv(2**16):
-                    connection.sendall(data)
-
-        def serve():
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                threading.Thread(target=echo, args=(connection,), daemon=True).start()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield to_address(*server.getsockname())
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def tunnels(target, guest_secret=SECRET):
-    host = host_tunnel(
-        listen("127.0.0.1"), contexts(SECRET).host, ["127.0.0.2:1", target]
-    )
-    return host, guest_of(host, guest_secret)
-
-
-def test_a_tunnel_carries_all_bytes_both_ways_at_once(target):
-    host, guest = tunnels(target)
-    sent = np.random.default_rng(0).bytes(5_000_000)
-    with socket.create_connection(guest.addresses[1]) as connection:
-        sender = threading.Thread(target=connection.sendall, args=(sent,))
-        sender.start()
-        came = bytearray()
-        while len(came) < len(sent):
-            came += connection.recv(2**16)
-        sender.join()
-    assert bytes(came) == sent
-    host.close()
-    guest.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(guest.addresses[1])
-
-
-def test_who_does_not_know_the_secret_gets_nothing_through(target):
-    host, guest = tunnels(target, guest_secret=b"another secret, as long")
-    with socket.create_connection(guest.addresses[1]) as connection:
-        connection.sendall(b"hello")
-        with contextlib.suppress(ConnectionResetError):
-            assert connection.recv(10) == b""
-    with socket.create_connection(host.addresses[0]) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
-        connection.settimeout(60)
-        with contextlib.suppress(ConnectionResetError):
-            while connection.recv(1000):  # An alert, and the end.
-                pass
-    # It goes on for those who do.
-    other = guest_of(host, SECRET)
-    with socket.create_connection(other.addresses[1]) as connection:
-        connection.sendall(b"hello")
-        assert connection.recv(10) == b"hello"
-
-
-@pytest.fixture
-def says():
-    """A function that returns the address of what accepts, sends bytes, and closes."""
-    servers = []
-
-    def serving(data):
-        server = socket.create_server(("127.0.0.1", 0))
-        servers.append(server)
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    with server.accept()[0] as connection:
-                        connection.sendall(data)
-
-        threading.Thread(target=serve, daemon=True).start()
-        return to_address(*server.getsockname())
-
-    yield serving
-    for server in servers:
-        server.shutdown(socket.SHUT_RDWR)
-        server.close()
-
-
-@pytest.mark.parametrize("size", [1, 100_000, 5_000_000])
-def test_what_an_end_sends_before_it_closes_arrives(says, size):
-    _, guest = tunnels(says(bytes(size)))
-    for _ in range(3):
-        with socket.create_connection(guest.addresses[1]) as connection:
-            came = 0
-            while data := connection.recv(2**16):
-                came += len(data)
-        assert came == size
-
-
-def test_a_tunnel_whose_reader_waits_takes_no_time(says, monkeypatch):
-    steps, step = [], tunnel._step
-    monkeypatch.setattr(tunnel, "_step", lambda *args: steps.append(1) or step(*args))
-    _, guest = tunnels(says(bytes(50_000_000)))
-    with socket.create_connection(guest.addresses[1]):
-        time.sleep(2)
-        before = len(steps)
-        time.sleep(1)
-        assert before > 10
-        assert len(steps) < before + 10
-
-
-def test_connections_that_say_nothing_close_no_tunnel(target):
-    host, guest = tunnels(target)
-    before, silent = threading.active_count(), []
-    with contextlib.ExitStack() as open_ones:
-        for _ in range(4 * MAX_GUESTS):
-            silent += [socket.create_connection(host.addresses[0])]
-            open_ones.enter_context(silent[-1])
-        # The oldest ones end, and not only after their time.
-        assert silent[0].recv(1) == b""
-        assert threading.active_count() < before + 2 * MAX_GUESTS
-        with socket.create_connection(guest.addresses[1]) as connection:
-            connection.sendall(b"hello")
-            assert connection.recv(10) == b"hello"
-
-
-SHORT_OF_FILES = """
-import contextlib, resource, socket, threading, time
-from decentjax.links.tunnel import contexts, host_tunnel, listen
-from decentjax.process.address import to_address
-from tests.handshakes import SECRET, guest_of
-
-server = socket.create_server(("127.0.0.1", 0))
-
-def echo():
-    while True:
-        one = server.accept()[0]
-        one.sendall(one.recv(10))
-
-threading.Thread(target=echo, daemon=True).start()
-there = to_address(*server.getsockname())
-host = host_tunnel(listen("127.0.0.1"), contexts(SECRET).host, [there, there])
-guest = guest_of(host, SECRET)
-_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
-held, waiting = [], [socket.socket() for _ in range(5)]
-with contextlib.suppress(OSError):
-    while True:
-        held.append(open("/dev/null"))
-for one in waiting:
-    one.connect(host.addresses[0])
-end = time.monotonic() + 1
-while time.monotonic() < end:  # Its host has no file left to accept them.
-    with contextlib.suppress(OSError):
-        held.append(open("/dev/null"))
-for one in held:
-    one.close()
-for _ in range(100):
-    with contextlib.suppress(OSError):
-        with socket.create_connection(guest.addresses[1], 10) as connection:
-            connection.sendall(b"hello")
-            if connection.recv(10) == b"hello":
-                print("answers")
-                break
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_was_short_of_files_is_reached_again():
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT_OF_FILES],
-        cwd=ROOT,
-        env=os.environ | ENV,
-        capture_output=True,
-        text=True,
-        timeout=LONG,
-    )
-    assert done.stdout == "answers\n", done.stderr
 
 
 def locked(folder, given):
@@ -425,17 +234,8 @@ def test_encrypted_and_plain_peers_name_each_other(tmp_path):
     )
     end = time.monotonic() + 60
     while not (one.refused and other.refused) and time.monotonic() < end:
-        one.alive(), other.alive()
         time.sleep(0.05)
     assert "closes without a word: it encrypts" in one.refused[1]
     assert "does not encrypt" in other.refused[0]
     one.close()
     other.close()
-
-
-def test_only_programs_of_the_same_user_stand_in_for_a_tunnel(monkeypatch):
-    with listen("127.0.0.9") as listener:
-        address = to_address(*listener.getsockname())
-        assert address in transport._listening("127.0.0.9")
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        assert address not in transport._listening("127.0.0.9")
