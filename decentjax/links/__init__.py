@@ -2,7 +2,7 @@
 
 from decentjax.links.address_book import Addresses, Book, Folder, Store
 from decentjax.links.channel import Piece
-from decentjax.links.inbox import Message, Said
+from decentjax.links.inbox import Edge, Inbox, Message, Said
 from decentjax.links.links import Links
 from decentjax.links.peer_process import MIN_SECRET_BYTES, PeerProcess, check_party
 
@@ -10,7 +10,9 @@ __all__ = [
     "MIN_SECRET_BYTES",
     "Addresses",
     "Book",
+    "Edge",
     "Folder",
+    "Inbox",
     "Links",
     "Message",
     "PeerProcess",

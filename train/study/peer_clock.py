@@ -18,6 +18,7 @@ from decentjax.exchange import Exchange
 from decentjax.gossip import AutoPatience, MergeRecord, Taken
 from decentjax.gossip.merging import senders
 from decentjax.gossip.patience import Waits
+from decentjax.links import Edge, Inbox, Message, Said
 from decentjax.plan import Round, Schedule
 from decentjax.runtime import Cluster, Job, Times
 
@@ -41,14 +42,6 @@ class Timed(NamedTuple):
     steps: Sequence[Sequence[int]] = ()
 
 
-class _Edge(NamedTuple):
-    """From whom to whom a model goes, and which part of the model it is."""
-
-    sender: int
-    receiver: int
-    part: int
-
-
 def simulate_peers(
     cluster: Cluster,
     job: Job,
@@ -68,7 +61,7 @@ def simulate_peers(
     the network.
 
     With a quorum of K, its own model included, the patience begins once it has K, and
-    all that have arrived are merged. A worker continues at the next step in which a
+    of each peer it merges the two newest models that have arrived. A worker continues at the next step in which a
     round begins or ends, if K - 1 of its peers have sent the next round.
 
     Args:
@@ -97,19 +90,20 @@ class _Cards:
     def __init__(self, cluster: Cluster, num_bytes: float):
         self._cluster, self._num_bytes = cluster, num_bytes
         # In the order of waiting: a dict keeps the place of a value that is replaced.
-        self.waiting: dict[_Edge, int] = {}
+        self.waiting: dict[Edge, int] = {}
         self._busy_until = collections.defaultdict[tuple, float](float)
 
-    def begin(self, now: float) -> Iterator[tuple[_Edge, int, float, float]]:
+    def begin(self, now: float) -> Iterator[tuple[Edge, int, float, float]]:
         """Yields edge, step, end and arrival of each model that can be carried now."""
         cluster = self._cluster
         for edge in list(self.waiting):
-            places = [x // cluster.workers_per_node for x in edge[:2]]
+            both = edge.peer, edge.worker
+            places = [x // cluster.workers_per_node for x in both]
             rate, late = cluster.between_bytes_per_second, cluster.between_latency
             # Inside a node each worker has a link of its own.
             if inside := places[0] == places[1]:
                 rate, late = cluster.inside_bytes_per_second, cluster.inside_latency
-                places = edge[:2]
+                places = both
             cards = [(inside, side, place) for side, place in enumerate(places)]
             if all(self._busy_until[card] <= now for card in cards):
                 end = now + self._num_bytes / rate
@@ -140,9 +134,9 @@ class _Run:
         self._now, self._events = 0.0, list[tuple]()
         self._lives = [self._life(i) for i in workers]
         self._training = set(workers)
-        # By edge: the versions that are there, and the newest that was taken.
-        self._there = collections.defaultdict[_Edge, list[int]](list)
-        self._taken = collections.defaultdict[_Edge, int](lambda: -1)
+        self._inbox = Inbox(clock=lambda: self._now)
+        for worker in workers:
+            self._inbox.meet(worker)
         shape = num_steps, cluster.num_workers
         self._times = Times(*(np.zeros(shape) for _ in Times._fields))
         self._steps = [list[int]() for _ in workers]
@@ -161,8 +155,8 @@ class _Run:
             for _ in self._pop(FREE):
                 pass  # Below, its cards carry the next.
             for edge, step in self._pop(ARRIVE):
-                self._there[edge].append(step)
-                came.add(edge.receiver)
+                self._inbox.put(edge, Message(Said(step), None))
+                came.add(edge.worker)
             for worker in sorted(came):
                 self._go_on(worker)
             self._carry()
@@ -193,6 +187,7 @@ class _Run:
             self._push(until, WAKE, self._steps[worker][-1], worker)
         elif worker in self._training:
             self._training.discard(worker)
+            self._inbox.lose(worker)
             # Who waits for it waits no longer.
             for other in sorted(self._training):
                 self._push(self._now, WAKE, 0, other)
@@ -231,7 +226,7 @@ class _Run:
         if self._count is None or not left or one is None:
             return step
         edges = self._edges(worker, one)
-        sent = sum(self._has_sent(edge, begins) for edge in edges)
+        sent = sum(self._inbox.has(edge, begins) for edge in edges)
         if sent < max(1, self._enough(edges)):
             return step
         # The last step is taken, in which a run ends.
@@ -245,53 +240,34 @@ class _Run:
         self._mixed[worker, step] = []
         part = self._schedule.fragments.index(one.leaves)
         for receiver in _peers_of(one.exchange)[0][worker]:
-            self._cards.waiting[_Edge(worker, receiver, part)] = step
+            self._cards.waiting[Edge(receiver, worker, part)] = step
 
-    def _edges(self, worker: int, one: Round) -> list[_Edge]:
+    def _edges(self, worker: int, one: Round) -> list[Edge]:
         """From whom a worker receives in a round."""
         part = self._schedule.fragments.index(one.leaves)
-        return [_Edge(i, worker, part) for i in _peers_of(one.exchange)[1][worker]]
+        return [Edge(worker, i, part) for i in _peers_of(one.exchange)[1][worker]]
 
-    def _enough(self, edges: list[_Edge]) -> int:
+    def _enough(self, edges: list[Edge]) -> int:
         """The number of peers without whose models an exchange does not end."""
         return 0 if self._count is None else min(self._count - 1, len(edges))
 
-    def _has_sent(self, edge: _Edge, version: int) -> bool:
-        newest = max(self._there[edge], default=-1)
-        return max(newest, self._taken[edge]) >= version
-
     def _wait(
-        self, worker: int, edges: list[_Edge], begun: int, one: Round
+        self, worker: int, edges: list[Edge], begun: int, one: Round
     ) -> Iterator[float]:
-        """Waits as `Links.gather` does."""
-        waits, began, end = self._waits[worker], self._now, math.inf
-        patience, enough = waits.begin(began), self._enough(edges)
-        found: dict[_Edge, float] = {}
-        while True:
-            new = [x for x in edges if x not in found and self._has_sent(x, begun)]
-            found |= dict.fromkeys(new, self._now)
-            left = [x for x in edges if x not in found and x.sender in self._training]
-            if len(found) >= enough or len(found) + len(left) < enough:
-                end = min(end, self._now + patience)
-            if not left or self._now >= end:
-                break
-            yield end
+        """Waits for the models of a round."""
+        waits, began = self._waits[worker], self._now
+        how = edges, begun, self._enough(edges), waits.begin(began)
+        found = yield from self._inbox.gather(*how)
         if waits.measures and one.leaves == self._schedule.fragments[-1]:
-            waits.add(found.get(edge, math.inf) - began for edge in edges)
+            waits.add(found.get(edge.peer, math.inf) - began for edge in edges)
 
-    def _take(self, edge: _Edge, begun: int) -> None:
-        """Mixes what is there, as `Links.wait` and `Links.take` return it."""
-        there = sorted(self._there[edge])
-        if not there:
-            return
-        # One of the step itself leaves later ones for the next; else all stand for it.
-        kept = [v for v in there if v > begun] if begun in there else []
-        taken = there[: len(there) - len(kept)]
-        self._there[edge], self._taken[edge] = kept, taken[-1]
+    def _take(self, edge: Edge, begun: int) -> None:
+        """Mixes what is there."""
+        taken = self._inbox.take(edge, begun)
         # With a quorum each counts; else the newest stands for those before.
-        for version in taken if self._count is not None else taken[-1:]:
-            mixed = self._mixed[edge.receiver, begun]
-            mixed.append(Taken(edge.sender, version, begun))
+        for message in taken if self._count is not None else taken[-1:]:
+            mixed = self._mixed[edge.worker, begun]
+            mixed.append(Taken(edge.peer, message.said.step, begun))
 
 
 @functools.lru_cache(maxsize=4096)

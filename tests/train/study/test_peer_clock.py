@@ -57,7 +57,7 @@ class SecondBySecond:
                 elif worker in self.enough_at:
                     self.mix(worker, now)
             for at, edge, version in [x for x in self.flying if x[0] == now]:
-                self.there[edge].append(version)
+                self.there[edge] = [*self.there[edge], version][-2:]
                 self.newest[edge] = max(self.newest[edge], version)
                 self.flying.remove((at, edge, version))
             for worker in sorted(self.enough_at):
@@ -216,7 +216,7 @@ def test_rounds_of_all_workers_take_the_time_of_rounds():
     assert run.steps == [list(range(40))] * 5
 
 
-def test_each_contribution_is_mixed_once_and_none_is_lost():
+def test_each_contribution_is_mixed_once_and_of_a_peer_the_two_newest():
     schedule = every(topology.complete(4), 6, 2, [[0], [1], [2]])
     late = runtime.delayed(runtime.gamma(1.0, 0.5), 1, 5.0)
     job = Job(model_bytes=1.0, compute=late)
@@ -234,9 +234,10 @@ def test_each_contribution_is_mixed_once_and_none_is_lost():
     assert len(taken) == 4 * 3 * 3
     for (peer, _, group), versions in taken.items():
         whole = sent[peer, group]
-        # The last ones may come too late.
-        assert versions == whole[: len(versions)]
-        assert len(versions) >= len(whole) - 3
+        assert versions == [version for version in whole if version in versions]
+        # The straggler misses what two newer ones have replaced.
+        assert len(versions) > len(whole) / 2
+        assert peer != 1 or len(versions) >= len(whole) - 3
 
 
 def test_the_goodput_of_a_straggler_is_that_of_the_simulated_rounds():
@@ -292,7 +293,7 @@ class TickByTick:
                 self.mix(worker, step)
             for arrival, edge, version in self.flying:
                 if arrival == now:
-                    self.there[edge].append(version)
+                    self.there[edge] = [*self.there[edge], version][-2:]
             for step, worker in np.argwhere(ends - self.seconds == now).tolist():
                 self.waiting |= {e: step for e in self.of_step(step) if e[1] == worker}
             self.send(now)
