@@ -16,7 +16,7 @@ from decentjax.gossip.quorum import Guard, Quorum
 from decentjax.gossip.replaying import replay
 from decentjax.gossip.thread import Beside
 from decentjax.gossip.thread_port import host_mesh
-from decentjax.links import Addresses, Folder, PeerProcess
+from decentjax.links import Addresses, Folder, PeerProcess, Seeds
 from decentjax.plan import mixing_matrix
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Quorum",
     "Read",
     "Record",
+    "Seeds",
     "Taken",
     "averages",
     "host_mesh",

@@ -172,6 +172,11 @@ class Peers(Beside):
         """Why a worker was refused, for each refused worker."""
         return dict(self.links.refused)
 
+    @property
+    def unreached(self) -> list[str]:
+        """Which seeds do not answer, and which peers are reached in one direction."""
+        return list(self.links.unreached.values())
+
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state: WorkerState, read: ReadBatch, step: int
     ) -> tuple[WorkerState, int, Metrics]:

@@ -1,6 +1,6 @@
 """Links between processes that share no job: liveness and messages."""
 
-from decentjax.links.address_book import Addresses, Book, Folder, Store
+from decentjax.links.address_book import Addresses, Book, Folder, Seeds, Store
 from decentjax.links.channel import Piece
 from decentjax.links.inbox import Edge, Inbox, Message, Said
 from decentjax.links.links import Links
@@ -18,6 +18,7 @@ __all__ = [
     "PeerProcess",
     "Piece",
     "Said",
+    "Seeds",
     "Store",
     "check_party",
 ]

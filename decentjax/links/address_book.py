@@ -121,6 +121,40 @@ class Addresses:
 
 
 @dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Addresses of some peers, of which a living one tells a process where others are.
+
+    For processes that share no folder. The first process may be its own seed.
+
+    Args:
+      addresses: HOST:PORT of each.
+
+    Raises:
+      ValueError: if one is not an address.
+
+    Examples:
+      >>> from decentjax import gossip
+      >>> book = gossip.Seeds(["10.0.0.1:5000"])
+      >>> book.read(1)  # Until a peer has told it.
+    """
+
+    addresses: Sequence[str]
+    entries: dict[int, str] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        if not self.addresses:
+            raise ValueError("seeds need the address of a peer, HOST:PORT, got none")
+        for address in self.addresses:
+            split_address(address)
+
+    def write(self, worker: int, entry: str) -> None:
+        self.entries[worker] = entry
+
+    def read(self, worker: int) -> str | None:
+        return self.entries.get(worker)
+
+
+@dataclasses.dataclass(frozen=True)
 class Store:
     """The key-value store of a job under `jax.distributed`.
 

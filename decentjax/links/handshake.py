@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 from decentjax.links.wire import MAX_STEP, parse, read_words, send_words
 
 PROTOCOL = 2  # Of the words and frames.
+ANY = -1  # In place of a worker's number.
 NONCE_BYTES = 32
 STRANGER = "it is another program, or another version of decentjax"
 NO_TLS = "it does not encrypt, or has another secret"
@@ -42,9 +43,10 @@ class Question(NamedTuple):
       guest: the first worker of its process.
       address: where its process listens.
       life: a positive number that differs between starts of the process.
-      worker: number of the worker that it asks for.
+      worker: number of the worker that it asks for, or `ANY`.
       digest: text that must be equal in all processes.
       first: hash of the model that it starts from; "" for any.
+      entries: those of `Seeds` that it knows, by worker.
     """
 
     guest: int
@@ -53,6 +55,7 @@ class Question(NamedTuple):
     worker: int
     digest: str
     first: str
+    entries: dict[str, str]
 
 
 class Host(NamedTuple):
@@ -65,6 +68,7 @@ class Host(NamedTuple):
       life: a positive number that differs between starts of the process.
       step: its current step; -1 before its first.
       first: hash of the model that it starts from; "" for any.
+      entries: those of `Seeds` that it knows, by worker.
     """
 
     worker: int
@@ -73,6 +77,7 @@ class Host(NamedTuple):
     life: int
     step: int
     first: str
+    entries: dict[str, str]
 
 
 def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
@@ -104,7 +109,7 @@ def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
     if not hmac.compare_digest(proof.encode(), mac.encode()):
         raise RefusedError(NO_SECRET)
     found = _words(_read_host, answer)
-    if found.worker != question.worker:
+    if question.worker not in (ANY, found.worker):
         raise RefusedError(f"it is worker {found.worker}")
     if found.digest != question.digest:
         raise RefusedError("its config or its model differs")
@@ -168,8 +173,9 @@ def _read_question(text: str) -> Question:
             "worker": int(worker),
             "digest": str(digest),
             "first": str(first),
-        } if life > 0:
-            return Question(guest, address, life, worker, digest, first)
+            "entries": dict(entries),
+        } if life > 0 and _are_texts(entries):
+            return Question(guest, address, life, worker, digest, first, entries)
     raise ValueError("it is no question of a peer")
 
 
@@ -182,9 +188,16 @@ def _read_host(text: str) -> Host:
             "life": int(life),
             "step": int(step),
             "first": str(first),
+            "entries": dict(entries),
         } if life > 0 and type(step) is int and -1 <= step <= MAX_STEP:
-            return Host(worker, guest, digest, life, step, first)
+            if _are_texts(entries):
+                return Host(worker, guest, digest, life, step, first, entries)
     raise ValueError("these are not the words of a peer")
+
+
+def _are_texts(entries: dict[str, Any]) -> bool:
+    pairs = entries.items()
+    return all(name.isdecimal() and isinstance(entry, str) for name, entry in pairs)
 
 
 def _prove(secret: bytes, role: Literal["guest", "host"], *said: str) -> str:

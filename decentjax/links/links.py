@@ -29,9 +29,10 @@ from typing import Any
 import jax
 
 from decentjax._core.fingerprint import ADVICE
-from decentjax.links.address_book import address_in
+from decentjax.links.address_book import Seeds, address_in
 from decentjax.links.channel import Channel, Piece
 from decentjax.links.handshake import (
+    ANY,
     NO_TLS,
     Host,
     Question,
@@ -58,6 +59,8 @@ from decentjax.process.address import split_address
 
 LOOK_UP_SECONDS = 0.1  # Between two lookups in the book.
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
+SEED_SECONDS = 1.0  # Between two questions to the seeds.
+ONE_WAY_SECONDS = 5.0  # After which a peer that reaches this process is to be reached.
 MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
 CLOSE_SECONDS = 2.0  # Wait for readers of the last messages.
 
@@ -74,6 +77,7 @@ class _Peer:
     guest: int = -1  # The first worker of that process.
     step: int = -1  # The step that it has reported.
     floor: int = -1  # Its models up to this step are from before a silence.
+    since: float = 0.0  # When it has answered.
     counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
 
 
@@ -99,6 +103,8 @@ class Links:
     Attributes:
       bell: rings when something has come, or a peer has ended.
       met: the peers to which messages are sent, at first all.
+      unreached: seeds that do not answer, and peers that are reached in one direction
+        alone, each with what to do.
 
     Raises:
       ValueError: if the port is in use, or a worker of this number is already running.
@@ -115,6 +121,7 @@ class Links:
         first_model: str = "",
     ):
         self.refused: dict[int, str] = {}
+        self.unreached: dict[int | str, str] = {}
         self.left: set[int] = set()
         self._book, self._slices = party.book, party.slices
         self._channels = [Channel(pieces) for pieces in channels]
@@ -126,6 +133,8 @@ class Links:
         self._peers = {peer: _Peer() for peer in range(num_workers)}
         self.met = set(self._peers)
         self._unlike, self._joining = set[int](), set[tuple[int, int]]()
+        # By its first worker, a process that reaches this one: its address, since when.
+        self._reached = dict[int, tuple[str, float]]()
         self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         text = repr((num_workers, self._channels, party.digest, digest, num_parts))
         self._says = {
@@ -154,6 +163,10 @@ class Links:
         self._server.start()
         self._look_up_all()
         self._threads.start(self._tend)
+        if isinstance(self._book, Seeds):
+            for address in self._book.addresses:
+                if address != self._server.address:
+                    self._threads.start(self._ask_seed, self._book, address)
 
     def publish(
         self,
@@ -346,7 +359,8 @@ class Links:
 
     def ask_to_join(self, worker: int, peer: int) -> None:
         """Requests a peer's whole state; its `joining` then has the request."""
-        self._box(worker, peer).tell(Frame(JOINS, worker, peer))
+        known = self._peers[peer]
+        self._box(worker, peer).tell(Frame(JOINS, worker, peer), known.life)
 
     def joining(self) -> set[tuple[int, int]]:
         """Returns the workers that have requested a whole state since the last call.
@@ -412,10 +426,65 @@ class Links:
                 self._was_silent |= now - before > self._silent_seconds
             before = now
             self._server.expire()
+            self._find_one_way(now)
             self._look_up_all()
             if now - kept_at >= KEEP_SECONDS:
                 kept_at = now
                 self._keep_entries()
+
+    def _ask_seed(self, book: Seeds, address: str) -> None:
+        """Asks a seed for addresses as long as some are missing."""
+        while True:
+            if any(self._peers[peer].call is None for peer in self._sought):
+                try:
+                    with contextlib.closing(self._dial(address)) as connection:
+                        self._ask(connection, min(self._slices), ANY)
+                    self.unreached.pop(address, None)
+                except (OSError, EOFError, RefusedError) as why:
+                    if not self.alive():
+                        self.unreached[address] = (
+                            f"this process at {self._server.address} gets no answer at "
+                            f"the seed {address}: {why}; start the process there, or "
+                            "give the address of one that lives"
+                        )
+            if self._closing.wait(SEED_SECONDS):
+                return
+
+    def _learn(self, said: Question | Host) -> None:
+        """Takes over addresses that a process with the secret knows."""
+        if not isinstance(self._book, Seeds) or said.digest != self._says["digest"]:
+            return
+        for name, entry in said.entries.items():
+            known = self._peers.get(int(name))
+            if known is None or int(name) in self._slices:
+                continue
+            # A process knows best where it is itself.
+            if known.call is None or entry.endswith(f" {said.life}"):
+                self._book.write(int(name), entry)
+
+    def _find_one_way(self, now: float) -> None:
+        """Names peers that are reached in one direction alone, as by a firewall."""
+        own = self._server.address
+        for peer in self._sought:
+            known = self._peers[peer]
+            there, since = self._reached.get(peer, ("", now))
+            is_reached = known.call is not None
+            if not is_reached and now - since > ONE_WAY_SECONDS:
+                self.unreached[peer] = (
+                    f"worker {peer} at {there} reaches this process at {own}, but this "
+                    f"process does not reach it: open {there} for this machine"
+                )
+            elif (
+                is_reached
+                and now - known.since > ONE_WAY_SECONDS
+                and known.guest not in self._reached
+            ):
+                self.unreached[peer] = (
+                    f"this process at {own} reaches worker {peer} at {known.entry}, "
+                    f"but is not reached from there: open {own} for that machine"
+                )
+            else:
+                self.unreached.pop(peer, None)
 
     def _look_up_all(self) -> None:
         for peer in self._sought:
@@ -504,8 +573,15 @@ class Links:
 
     def _ask(self, connection: socket.socket, guest: int, worker: int) -> Host:
         says = self._says | {"guest": guest, "address": self._server.address}
+        question = Question(worker=worker, entries=self._entries(), **says)
         with _refusing():
-            return ask(connection, self._secret, Question(worker=worker, **says))
+            host = ask(connection, self._secret, question)
+        self._learn(host)
+        return host
+
+    def _entries(self) -> dict[str, str]:
+        known = self._book.entries if isinstance(self._book, Seeds) else {}
+        return {str(worker): entry for worker, entry in list(known.items())}
 
     def _hear(
         self, peer: int, entry: str, host: Host, connection: socket.socket
@@ -525,6 +601,7 @@ class Links:
                 known.floor = host.step + 1
             known.call, known.is_asked, known.has_ended = connection, False, True
             known.guest, known.step = host.guest, host.step
+            known.since = time.monotonic()
             self.refused.pop(peer, None)
             self.left.discard(peer)
             self._inbox.meet(peer)
@@ -556,7 +633,7 @@ class Links:
             if frame.kind == JOINS:
                 with self.bell.lock:
                     self._joining.add((peer, frame.peer))
-            elif frame.kind == ARRIVED and frame.said.number == self._life:
+            elif frame.kind == ARRIVED:
                 self._box(frame.peer, peer).arrived(peer, frame.channel, frame.count)
             elif frame.kind == MESSAGE:
                 data = self._channels[frame.channel].empty()
@@ -574,8 +651,8 @@ class Links:
                 known.counts[edge] = frame.count
                 self._inbox.put(edge, Message(frame.said, data))
             self.bell.ring()
-        arrived = Frame(ARRIVED, *edge, frame.count, Said(0, number=known.life))
-        self._box(edge.worker, edge.peer).tell(arrived)
+        arrived = Frame(ARRIVED, *edge, frame.count)
+        self._box(edge.worker, edge.peer).tell(arrived, known.life)
 
     def _lose(self, peer: int) -> None:
         with self.bell.lock:
@@ -608,14 +685,21 @@ class Links:
         self._compare(guest.guest, guest)
         connection.settimeout(None)
         box = self._outbox.boxes[guest.worker, guest.guest]
-        box.serve(connection, guest.life, lambda: self._step, self._wire)
+        here = self._reached[guest.guest] = guest.address, time.monotonic()
+        try:
+            box.serve(connection, guest.life, lambda: self._step, self._wire)
+        finally:
+            if self._reached.get(guest.guest) == here:
+                del self._reached[guest.guest]
 
     def _host(self, question: Question) -> Host:
         """What this process says of the worker asked for, or of its first one."""
+        self._learn(question)
         worker = question.worker
         if worker not in self._slices:
             worker = min(self._slices)
-        return Host(worker=worker, step=self._step, **self._says)
+        says = self._says | {"step": self._step, "entries": self._entries()}
+        return Host(worker=worker, **says)
 
     def _check_numbers(self) -> None:
         """Raises where another process answers as a worker of this one."""

@@ -45,7 +45,8 @@ class Box:
         self._changed = threading.Condition()
         self._parcels = collections.defaultdict[tuple[int, int], list[Parcel]](list)
         self._unsent = list[Parcel]()
-        self._frames = collections.deque[Frame](maxlen=MAX_FRAMES)
+        # Each with the life of the process for which it is.
+        self._frames = collections.deque[tuple[int, Frame]](maxlen=MAX_FRAMES)
         self._connection: socket.socket | None = None
         self._life, self._ends = 0, False
 
@@ -66,10 +67,10 @@ class Box:
             self._drop_stale()
             self._changed.notify_all()
 
-    def tell(self, frame: Frame) -> None:
-        """Sends a frame without bytes."""
+    def tell(self, frame: Frame, life: int) -> None:
+        """Sends a frame without bytes to a life of the process."""
         with self._changed:
-            self._frames.append(frame)
+            self._frames.append((life, frame))
             self._changed.notify_all()
 
     def arrived(self, peer: int, channel: int, count: int) -> None:
@@ -103,8 +104,6 @@ class Box:
         with self._changed:
             if self._connection is not None:
                 abort(self._connection)
-            if self._life != life:
-                self._frames.clear()
             self._connection, self._life = connection, life
             self._unsent = [x for kept in self._parcels.values() for x in kept]
             self._changed.notify_all()
@@ -165,7 +164,7 @@ class Box:
             )
             if self._connection is not connection:
                 raise ConnectionAbortedError("another connection has taken its place")
-            frames = list(self._frames)
+            frames = [frame for life, frame in self._frames if life == self._life]
             self._frames.clear()
             of_life = [x for x in self._unsent if x.life == self._life]
             parcel = of_life[0] if of_life else None

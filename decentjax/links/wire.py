@@ -15,7 +15,7 @@ import numpy as np
 
 from decentjax.links.inbox import Said
 
-MAX_BYTES = 4096  # Longest words.
+MAX_BYTES = 2**16  # Longest words.
 MAX_STEP = 2**31 - 1
 SHORT_BYTES = 2**16  # Shorter parts are sent together.
 LENGTH = struct.Struct("!I")

@@ -52,6 +52,8 @@ class ApartExchange:
         `encrypted` is off, an address other than loopback must be on a private network.
       addresses: IP:PORT, or [IP]:PORT for IPv6, of each process; by default they find
         each other through files in the run's folder.
+      seeds: IP:PORT of any processes that train, of which one that lives tells where
+        all others are; in place of a common folder.
       encrypted: whether all that is sent travels by TLS, with keys that are derived
         from the secret; it needs the extra "tls".
       secret_file: file with the secret by which processes authenticate, readable only
@@ -63,6 +65,7 @@ class ApartExchange:
     patience: Duration | Literal["auto"] | None
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
+    seeds: tuple[str, ...] = ()
     secret_file: str | None = None
     encrypted: bool = False
 

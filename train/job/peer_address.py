@@ -23,8 +23,13 @@ def check_addresses(exchange: ApartExchange) -> None:
             f"exchange.bind must be an address of this machine or one of {known}, got "
             f"{exchange.bind}: {error.strerror}"
         ) from error
-    for address in exchange.addresses:
+    for address in (*exchange.addresses, *exchange.seeds):
         split_address(address)
+    if exchange.addresses and exchange.seeds:
+        raise ValueError(
+            "exchange.addresses list all processes, and exchange.seeds those that tell "
+            "where the others are: give one of the two"
+        )
     if exchange.secret_file is not None:
         read_secret(Path(exchange.secret_file))
 

@@ -103,6 +103,9 @@ class Watch:
             log.note(step, **facts)
             log.say(said)
             self._alive = alive
+        for why in set(self._peers.unreached) - self._refused:
+            self._refused.add(why)
+            warn(why)
         for why in set(self._peers.refused.values()) - self._refused:
             self._refused.add(why)
             warn(

@@ -44,7 +44,7 @@ START_SECONDS = 2.0  # The same for one that may well be the first.
 AWAY = "was away, while others may have gone on"
 NO_QUORUM = "waits for its quorum of workers"
 # Fields of `exchange` in which peers may differ.
-OWN = ("patience", "bind", "addresses", "secret_file")
+OWN = ("patience", "bind", "addresses", "seeds", "secret_file")
 
 
 def has_begun(folder: Path) -> bool:
@@ -128,9 +128,11 @@ def amounts_of(task: Task) -> Callable[[Any], list[int]]:
 
 def _bound(
     exchange: ApartExchange, place: Apart
-) -> tuple[str, gossip.Addresses | gossip.Folder]:
+) -> tuple[str, gossip.Addresses | gossip.Folder | gossip.Seeds]:
     """Where this process listens, and the book in which it finds the others."""
     bind, book = address_of(exchange.bind), gossip.Folder(place.run_dir / "peers")
+    if exchange.seeds:
+        book = gossip.Seeds(exchange.seeds)
     if exchange.addresses:
         if len(exchange.addresses) != place.count:
             raise ValueError(
@@ -286,10 +288,11 @@ def _secret(exchange: ApartExchange, place: Apart) -> bytes:
     """The secret of the run, of the file that is given or of the run's folder."""
     if exchange.secret_file is not None:
         return read_secret(Path(exchange.secret_file))
-    if exchange.addresses:
+    if exchange.addresses or exchange.seeds:
         raise ValueError(
-            "exchange.addresses are for processes that need no common folder, and so "
-            "find no common secret: give all of them a copy of the same file with "
+            "exchange.addresses and exchange.seeds are for processes that need no "
+            "common folder, and so find no common secret: give all of them a copy of "
+            "the same file with "
             "--exchange.secret-file PATH, made by (umask 077; openssl rand -hex 32 > "
             "PATH)"
         )

@@ -61,8 +61,9 @@ def simulate_peers(
     the network.
 
     With a quorum of K, its own model included, the patience begins once it has K, and
-    of each peer it merges the two newest models that have arrived. A worker continues at the next step in which a
-    round begins or ends, if K - 1 of its peers have sent the next round.
+    of each peer it merges the two newest models that have arrived. A worker continues
+    at the next step in which a round begins or ends, if K - 1 of its peers have sent
+    the next round.
 
     Args:
       cluster: nodes, workers and links.

@@ -20,6 +20,7 @@ from decentjax.gossip.membership import Living
 from decentjax.gossip.merging import Arrived
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.links import Links, Message, Piece, Said
+from decentjax.links.outbox import abort
 from decentjax.topology import matrices
 from tests.jobs import read_step, spawn, wait_until
 from tests.parties import LOCAL, LONG, in_threads, loss_fn, party_of, training
@@ -256,7 +257,9 @@ def test_what_a_peer_left_before_its_silence_is_not_mixed(pair):
     way = Arrived(guest, topology.ring(2))
     own = [jax.device_put(jnp.zeros((1, 3)), jax.devices()[1])]
     leave(host, 12)
-    guest._lose(0)
+    with guest.bell.lock:
+        guest._lose(0)
+        abort(guest._peers[0].call)
     end = time.monotonic() + LONG
     while 0 not in guest.alive() and time.monotonic() < end:
         time.sleep(0.01)

@@ -165,10 +165,11 @@ def test_a_list_of_too_few_addresses_is_refused_before_the_start():
 
 
 GUEST = {"guest": 1, "worker": 0, "digest": "digest", "life": 7, "first": ""}
-GUEST |= {"address": "127.0.0.1:9"}
+GUEST |= {"address": "127.0.0.1:9", "entries": {}}
 QUESTIONS = [
-    *(GUEST | {name: wrong} for name in GUEST for wrong in (None, [], {}, 1.5)),
+    *(GUEST | {name: wrong} for name in GUEST for wrong in (None, [], 1.5)),
     *({k: v for k, v in GUEST.items() if k != name} for name in GUEST),
+    GUEST | {"entries": {"9" * 9: 3}},
     [],
     7,
     None,
@@ -193,10 +194,12 @@ def test_a_question_in_another_form_is_left(tmp_path, capfd):
 
 
 HOST = {"worker": 1, "digest": "digest", "life": 7, "step": 3, "first": "", "guest": 1}
+HOST |= {"entries": {}}
 ANSWERS = [
-    *(HOST | {name: wrong} for name in HOST for wrong in (None, [], {}, 1.5)),
+    *(HOST | {name: wrong} for name in HOST for wrong in (None, [], 1.5)),
     *({k: v for k, v in HOST.items() if k != name} for name in HOST),
     *(HOST | {"life": wrong} for wrong in (0, -1, "7")),
+    *(HOST | {"entries": wrong} for wrong in ({"x": "a"}, {"-1": "a"}, {"1": 1})),
     *(HOST | {"step": wrong} for wrong in (-2, 2**31, True, "3")),
     [],
     7,

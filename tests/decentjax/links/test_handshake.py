@@ -233,7 +233,7 @@ def test_a_peer_that_sends_what_is_no_frame_is_left_and_asked_again(change, tmp_
         assert goes_on(reader, writer, 0)
         box, lose, lost = writer._outbox.boxes[1, 0], reader._lose, []
         reader._lose = lambda peer: lost.append(peer) or lose(peer)
-        box.tell(Frame(MESSAGE, 1, 0, 0, 9)._replace(**change))
+        box.tell(Frame(MESSAGE, 1, 0, 0, 9)._replace(**change), reader._life)
         until(lambda: lost and 1 in reader.alive())
         assert goes_on(reader, writer, 1)
 

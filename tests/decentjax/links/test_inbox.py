@@ -116,7 +116,7 @@ def test_the_patience_begins_once_there_are_enough():
     assert next(wait) == 3.0
     now[0] = 3.0
     assert result_of(wait) == ([], {0: 1.0, 1: 2.0, 2: 2.5})
-    # Of those that are left too few are alive to be enough: no longer than for the rest.
+    # Too few of those left are alive to be enough: no longer than for the rest.
     wait = inbox.gather(edges, 5, enough=4, seconds=1.0)
     assert next(wait) == float("inf")
     inbox.lose(3)
