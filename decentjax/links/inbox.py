@@ -44,7 +44,7 @@ class Edge(NamedTuple):
     channel: int
 
 
-Wait = Generator[float, None, Any]
+Waiting = Generator[float, None, Any]
 """A wait: yields until when to wait for something new, and returns its result."""
 
 
@@ -174,7 +174,7 @@ class Inbox:
             arrived.taken = max(arrived.taken, messages[-1].said.step)
         return messages
 
-    def wait(self, edge: Edge, step: int, deadline: float) -> Wait:
+    def wait(self, edge: Edge, step: int, deadline: float) -> Waiting:
         """Waits for the message of a step, or a later one.
 
         Returns that of the step itself if it is there, since a later one is for the
@@ -186,7 +186,7 @@ class Inbox:
             yield deadline
         return next(reversed(self.take(edge, step)), None)
 
-    def wait_for_number(self, edge: Edge, number: int, deadline: float) -> Wait:
+    def wait_for_number(self, edge: Edge, number: int, deadline: float) -> Waiting:
         """Waits for the message of exactly this number; returns None without it.
 
         Drops those of earlier numbers. Once one of a later number has arrived, or the
@@ -218,7 +218,7 @@ class Inbox:
         enough: int,
         seconds: float,
         passed_over: Callable[[], Collection[int]] = tuple,
-    ) -> Wait:
+    ) -> Waiting:
         """Waits until some edges have a message of a step, and then for the rest.
 
         Messages stay there. It does not wait for lost peers; if fewer than enough are
@@ -250,7 +250,7 @@ class Inbox:
             yield end
 
 
-def run(wait: Wait, bell: Bell, check: Callable[[], None]) -> Any:
+def run(wait: Waiting, bell: Bell, check: Callable[[], None]) -> Any:
     """Returns the result of a wait.
 
     Args:

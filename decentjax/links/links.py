@@ -4,7 +4,7 @@ Each process asks every peer for each of its workers, and receives that worker's
 messages on the connection that it has opened, in order. What it says in return, such as
 which messages have arrived, travels on the connection that the peer has opened to it.
 
-    publish -> Outbox -> Box = connection = Links -> Inbox -> wait, gather, take
+    publish -> Outbox -> Mailbox = connection = Links -> Inbox -> wait, gather, take
 
 - A message goes out as soon as it is computed and the connection is free. One that a
   newer one of its edge has overtaken is not sent, so memory and delay are bounded.
@@ -30,20 +30,13 @@ import jax
 
 from decentjax._core.fingerprint import ADVICE
 from decentjax.links.address_book import Seeds, address_in
+from decentjax.links.caller import Caller
 from decentjax.links.channel import Channel, Piece
-from decentjax.links.handshake import (
-    ANY,
-    NO_TLS,
-    Host,
-    Question,
-    RefusedError,
-    answer,
-    ask,
-)
+from decentjax.links.handshake import ANY, Host, Question, RefusedError, answer
 from decentjax.links.inbox import Bell, Edge, Inbox, Message, Said, run
 from decentjax.links.outbox import Outbox, abort
 from decentjax.links.peer_process import PeerProcess
-from decentjax.links.server import HANDSHAKE_SECONDS, Server, Threads, prepare
+from decentjax.links.server import Server, Threads
 from decentjax.links.tls import contexts
 from decentjax.links.wire import (
     ARRIVED,
@@ -55,7 +48,6 @@ from decentjax.links.wire import (
     Wire,
     read_into,
 )
-from decentjax.process.address import split_address
 
 LOOK_UP_SECONDS = 0.1  # Between two lookups in the book.
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
@@ -127,8 +119,8 @@ class Links:
         self._channels = [Channel(pieces) for pieces in channels]
         self._wire, self._silent_seconds = Wire(num_parts), silent_seconds
         self._secret = party.secret or b""
-        self._tls = contexts(self._secret) if party.encrypted else None
-        self._server = Server(party.bind, self._tls and self._tls.host, self._serve)
+        tls = contexts(self._secret) if party.encrypted else None
+        self._server = Server(party.bind, tls and tls.host, self._serve)
         self.bell, self._inbox, self._step = Bell(), Inbox(), -1
         self._peers = {peer: _Peer() for peer in range(num_workers)}
         self.met = set(self._peers)
@@ -139,17 +131,18 @@ class Links:
         text = repr((num_workers, self._channels, party.digest, digest, num_parts))
         self._says = {
             "guest": min(self._slices),
+            "address": self._server.address,
             "life": self._life,
             "digest": hashlib.sha256(text.encode()).hexdigest(),
             "first": first_model,
         }
-        self._entry = f"{self._server.address} {self._life}"
         self._was_silent, self._closing = False, threading.Event()
         self._threads = Threads()
+        how = party.book, self._secret, tls, self._says, self._slices
+        self._caller = Caller(*how, is_known=self._is_known)
         try:
-            self._check_numbers()
-            for worker in self._slices:
-                self._book.write(worker, self._entry)
+            self._caller.check_numbers()
+            self._caller.write_entries()
         except ValueError:
             self._server.close()
             raise
@@ -430,15 +423,15 @@ class Links:
             self._look_up_all()
             if now - kept_at >= KEEP_SECONDS:
                 kept_at = now
-                self._keep_entries()
+                self._caller.keep_entries()
 
     def _ask_seed(self, book: Seeds, address: str) -> None:
         """Asks a seed for addresses as long as some are missing."""
         while True:
             if any(self._peers[peer].call is None for peer in self._sought):
                 try:
-                    with contextlib.closing(self._dial(address)) as connection:
-                        self._ask(connection, min(self._slices), ANY)
+                    with contextlib.closing(self._caller.dial(address)) as connection:
+                        self._caller.ask(connection, min(self._slices), ANY)
                     self.unreached.pop(address, None)
                 except (OSError, EOFError, RefusedError) as why:
                     if not self.alive():
@@ -449,18 +442,6 @@ class Links:
                         )
             if self._closing.wait(SEED_SECONDS):
                 return
-
-    def _learn(self, said: Question | Host) -> None:
-        """Takes over addresses that a process with the secret knows."""
-        if not isinstance(self._book, Seeds) or said.digest != self._says["digest"]:
-            return
-        for name, entry in said.entries.items():
-            known = self._peers.get(int(name))
-            if known is None or int(name) in self._slices:
-                continue
-            # A process knows best where it is itself.
-            if known.call is None or entry.endswith(f" {said.life}"):
-                self._book.write(int(name), entry)
 
     def _find_one_way(self, now: float) -> None:
         """Names peers that are reached in one direction alone, as by a firewall."""
@@ -480,11 +461,15 @@ class Links:
                 and known.guest not in self._reached
             ):
                 self.unreached[peer] = (
-                    f"this process at {own} reaches worker {peer} at {known.entry}, "
+                    f"this process at {own} reaches worker {peer} at {address_in(known.entry)}, "
                     f"but is not reached from there: open {own} for that machine"
                 )
             else:
                 self.unreached.pop(peer, None)
+
+    def _is_known(self, worker: int) -> bool:
+        peer = self._peers.get(worker)
+        return peer is None or peer.call is not None
 
     def _look_up_all(self) -> None:
         for peer in self._sought:
@@ -516,30 +501,14 @@ class Links:
             except RuntimeError:  # The machine is short of threads.
                 known.is_asked = False
 
-    def _keep_entries(self) -> None:
-        """Writes the entries of this process again, if they are missing or damaged."""
-        for worker in self._slices:
-            # What cannot be written now is tried again.
-            with contextlib.suppress(OSError, ValueError, jax.errors.JaxRuntimeError):
-                if self._address_of(worker) is None:
-                    self._book.write(worker, self._entry)
-
-    def _address_of(self, worker: int) -> str | None:
-        """The address in an entry; None if it is missing or damaged."""
-        try:
-            entry = self._book.read(worker)
-            return None if entry is None else address_in(entry)
-        except ValueError:
-            return None
-
     def _follow(self, peer: int, entry: str, address: str) -> None:
         """Asks for a peer, and receives what it sends until it ends."""
         known = self._peers[peer]
         try:
             # Again at once if the connection broke, but the process has not ended.
             while known.entry == entry and not self._closing.is_set():
-                with contextlib.closing(self._dial(address)) as connection:
-                    host = self._ask(connection, min(self._slices), peer)
+                with contextlib.closing(self._caller.dial(address)) as connection:
+                    host = self._caller.ask(connection, min(self._slices), peer)
                     if not self._hear(peer, entry, host, connection):
                         return
                     connection.settimeout(self._silent_seconds)
@@ -562,26 +531,6 @@ class Links:
                     if known.guest >= 0 or peer in self.refused:
                         self._lose(peer)
                     self.bell.ring()
-
-    def _dial(self, address: str) -> socket.socket:
-        connection = socket.create_connection(split_address(address), HANDSHAKE_SECONDS)
-        prepare(connection, HANDSHAKE_SECONDS)
-        if self._tls is None:
-            return connection
-        with _refusing():
-            return self._tls.guest.wrap_socket(connection)
-
-    def _ask(self, connection: socket.socket, guest: int, worker: int) -> Host:
-        says = self._says | {"guest": guest, "address": self._server.address}
-        question = Question(worker=worker, entries=self._entries(), **says)
-        with _refusing():
-            host = ask(connection, self._secret, question)
-        self._learn(host)
-        return host
-
-    def _entries(self) -> dict[str, str]:
-        known = self._book.entries if isinstance(self._book, Seeds) else {}
-        return {str(worker): entry for worker, entry in list(known.items())}
 
     def _hear(
         self, peer: int, entry: str, host: Host, connection: socket.socket
@@ -694,36 +643,10 @@ class Links:
 
     def _host(self, question: Question) -> Host:
         """What this process says of the worker asked for, or of its first one."""
-        self._learn(question)
+        self._caller.learn(question)
         worker = question.worker
         if worker not in self._slices:
             worker = min(self._slices)
-        says = self._says | {"step": self._step, "entries": self._entries()}
+        says = self._says | {"step": self._step, "entries": self._caller.entries()}
+        del says["address"]  # Who asks has it.
         return Host(worker=worker, **says)
-
-    def _check_numbers(self) -> None:
-        """Raises where another process answers as a worker of this one."""
-        for worker in self._slices:
-            # Otherwise no process exists there, or it does not answer.
-            with contextlib.suppress(OSError, EOFError, RefusedError):
-                address = self._address_of(worker)
-                # A missing entry, or one of a list, which is its own.
-                if address is None or address == self._server.address:
-                    continue
-                with contextlib.closing(self._dial(address)) as connection:
-                    self._ask(connection, worker, worker)
-                raise ValueError(
-                    f"worker {worker} is already running at {address}: end it, or "
-                    "choose another number"
-                )
-
-
-@contextlib.contextmanager
-def _refusing() -> Any:
-    """Raises a `RefusedError` for a peer that does not encrypt as this process does."""
-    try:
-        yield
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-        raise EOFError("disconnected") from error  # It has ended meanwhile.
-    except ssl.SSLError as error:
-        raise RefusedError(NO_TLS) from error

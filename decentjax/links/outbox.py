@@ -33,7 +33,7 @@ class Parcel(NamedTuple):
     parts: list[memoryview]
 
 
-class Box:
+class Mailbox:
     """What one worker sends to one other process, over its newest connection.
 
     On each edge it keeps the two newest messages until they have arrived, and sends
@@ -187,7 +187,7 @@ class Outbox:
 
     def __init__(self, channels: Sequence[Channel]):
         self._channels = channels
-        self.boxes = collections.defaultdict[tuple[int, int], Box](Box)
+        self.boxes = collections.defaultdict[tuple[int, int], Mailbox](Mailbox)
         self._counts = collections.Counter[tuple[int, int, int]]()
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(

@@ -277,8 +277,8 @@ def test_a_guest_that_says_anything_later_changes_nothing(tmp_path):
 
 def test_who_has_a_number_of_nobody_is_dropped(tmp_path):
     with links_of(tmp_path, 0) as one:
-        with contextlib.closing(one._dial(address_of(one))) as connection:
-            one._ask(connection, 9, 0)
+        with contextlib.closing(one._caller.dial(address_of(one))) as connection:
+            one._caller.ask(connection, 9, 0)
             assert connection.recv(1) == b""
         assert one.joining() == set()
         assert not one._outbox.boxes

@@ -68,8 +68,8 @@ def test_a_secret_is_long(tmp_path):
 
 def ask_at(guest: Links, address: str, worker: int):
     """What a process answers that is asked for a worker."""
-    with contextlib.closing(guest._dial(address)) as connection:
-        return guest._ask(connection, 1, worker)
+    with contextlib.closing(guest._caller.dial(address)) as connection:
+        return guest._caller.ask(connection, 1, worker)
 
 
 def test_an_answer_is_that_of_the_worker_that_is_asked_for(tmp_path):

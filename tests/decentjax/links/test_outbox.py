@@ -15,7 +15,7 @@ from decentjax.codec import int8
 from decentjax.compression import copies
 from decentjax.gossip import Folder
 from decentjax.links import Links, Piece, Said
-from decentjax.links.outbox import Box
+from decentjax.links.outbox import Mailbox
 from tests.handshakes import until
 from tests.parties import (
     LONG,
@@ -31,7 +31,7 @@ from tests.parties import (
 @contextlib.contextmanager
 def breaking():
     """Breaks connections of this process at random, again and again."""
-    ends, draw, boxes, serve = threading.Event(), random.Random(0), set(), Box.serve
+    ends, draw, boxes, serve = threading.Event(), random.Random(0), set(), Mailbox.serve
 
     def noted(box, *args):
         boxes.add(box)
@@ -43,7 +43,7 @@ def breaking():
                 box.abort()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Box, "serve", noted)
+        patch.setattr(Mailbox, "serve", noted)
         thread = threading.Thread(target=run)
         thread.start()
         try:

@@ -76,6 +76,18 @@ def test_a_seed_with_another_secret_is_named_and_tells_nothing():
     seed.close()
 
 
+def test_a_process_of_another_run_tells_nothing():
+    own = free_address()
+    seed = started(0, [own], bind=own, count=4)
+    one = started(1, [own])
+    until(lambda: one.unreached)
+    assert "its config or its model differs" in str(one.unreached)
+    assert seed._book.entries.keys() == {0}
+    assert one._book.entries.keys() == {1}
+    one.close()
+    seed.close()
+
+
 @pytest.mark.parametrize("seeds", [[], ["127.0.0.1"], ["a:b"]])
 def test_what_is_no_seed_is_refused(seeds):
     with pytest.raises(ValueError, match="HOST:PORT"):
