@@ -62,6 +62,7 @@ class _Peer:
     """What this process knows about another worker."""
 
     entry: str | None = None
+    address: str = ""
     call: socket.socket | None = None  # The connection to it.
     is_asked: bool = False  # Whether it was asked, and has not answered yet.
     has_ended: bool = False  # Whether it has answered, or an attempt to ask it failed.
@@ -461,7 +462,7 @@ class Links:
                 and known.guest not in self._reached
             ):
                 self.unreached[peer] = (
-                    f"this process at {own} reaches worker {peer} at {address_in(known.entry)}, "
+                    f"this process at {own} reaches worker {peer} at {known.address}, "
                     f"but is not reached from there: open {own} for that machine"
                 )
             else:
@@ -493,7 +494,7 @@ class Links:
             return
         if entry is not None and (entry != known.entry or asks):
             with self.bell.lock:
-                known.entry, known.is_asked = entry, True
+                known.entry, known.address, known.is_asked = entry, address, True
                 if known.call is not None:
                     abort(known.call)
             try:
