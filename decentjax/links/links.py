@@ -481,8 +481,9 @@ class Links:
         known = self._peers[peer]
         asks = known.call is None and not known.is_asked
         try:
-            entry = self._book.read(peer)
-            address = None if entry is None else address_in(entry)
+            if (entry := self._book.read(peer)) is None:
+                return
+            address = address_in(entry)
         except OSError:  # The book cannot be read now.
             return
         except ValueError as why:
@@ -492,7 +493,7 @@ class Links:
                 )
                 self._lose(peer)
             return
-        if entry is not None and (entry != known.entry or asks):
+        if entry != known.entry or asks:
             with self.bell.lock:
                 known.entry, known.address, known.is_asked = entry, address, True
                 if known.call is not None:

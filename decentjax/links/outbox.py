@@ -50,11 +50,6 @@ class Mailbox:
         self._connection: socket.socket | None = None
         self._life, self._ends = 0, False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the process is connected."""
-        return self._connection is not None
-
     def put(self, parcel: Parcel) -> None:
         """Sends a message as soon as it can."""
         with self._changed:
@@ -114,11 +109,11 @@ class Mailbox:
                 if time.monotonic() >= due:
                     due = time.monotonic() + BEAT_SECONDS
                     frames.append(Frame(BEAT, said=Said(step())))
-                if is_last:
-                    frames.append(Frame(LEFT))
                 parts = [wire.to_bytes(frame) for frame in frames]
                 if parcel is not None:
                     parts += [wire.to_bytes(parcel.frame), *parcel.parts]
+                if is_last:
+                    parts.append(wire.to_bytes(Frame(LEFT)))
                 send_parts(connection, parts)
                 if is_last:
                     return
@@ -154,23 +149,21 @@ class Mailbox:
         """The frames and the message to send next, and whether they are the last."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._frames
-                    or self._unsent
-                    or self._ends
-                    or self._connection is not connection
-                ),
+                lambda: self._ends or self._connection is not connection or self._due(),
                 max(0.0, due - time.monotonic()),
             )
             if self._connection is not connection:
                 raise ConnectionAbortedError("another connection has taken its place")
             frames = [frame for life, frame in self._frames if life == self._life]
             self._frames.clear()
-            of_life = [x for x in self._unsent if x.life == self._life]
-            parcel = of_life[0] if of_life else None
-            if parcel is not None:
-                self._unsent.remove(parcel)
-            return frames, parcel, self._ends and len(of_life) < 2
+            parcel = next((x for x in self._unsent if x.life == self._life), None)
+            self._unsent = [x for x in self._unsent if x is not parcel]
+            return frames, parcel, self._ends and not self._due()
+
+    def _due(self) -> bool:
+        """Whether something waits for the process that is connected."""
+        lives = {life for life, _ in self._frames} | {x.life for x in self._unsent}
+        return self._life in lives
 
     def _drop_stale(self) -> None:
         """Sends nothing that a newer message has replaced, or that has arrived."""

@@ -1,7 +1,9 @@
 """Messages over connections that break: sent again, in order, and counted once."""
 
 import contextlib
+import itertools
 import random
+import socket
 import threading
 import time
 
@@ -15,7 +17,8 @@ from decentjax.codec import int8
 from decentjax.compression import copies
 from decentjax.gossip import Folder
 from decentjax.links import Links, Piece, Said
-from decentjax.links.outbox import Mailbox
+from decentjax.links.outbox import Mailbox, Parcel
+from decentjax.links.wire import ARRIVED, BEAT, JOINS, LEFT, MESSAGE, Frame, Wire
 from tests.handshakes import until
 from tests.parties import (
     LONG,
@@ -145,6 +148,45 @@ def test_a_model_is_as_it_was_published_whatever_becomes_of_its_memory(tmp_path)
     np.testing.assert_array_equal(message.arrays[0], 0)
     reader.close()
     writer.close()
+
+
+def test_the_end_comes_after_what_is_left_and_what_is_for_others_waits():
+    """What is for another life of the process takes no time, either."""
+    wire, box = Wire(0), Mailbox()
+    for count, life in ((0, 5), (1, 5), (2, 6)):
+        data = [memoryview(bytes([count]))]
+        box.put(Parcel(Frame(MESSAGE, 1, count, 0, count), life, data))
+    box.tell(Frame(JOINS), 6)
+    box.tell(Frame(ARRIVED), 5)
+    ends, steps = socket.socketpair(), itertools.count()
+    args = ends[0], 5, lambda: next(steps), wire
+    thread = threading.Thread(target=box.serve, args=args)
+    begin = time.process_time()
+    thread.start()
+    time.sleep(1)
+    assert time.process_time() < begin + 0.5
+    assert next(steps) < 5
+    box.end()
+    thread.join()
+    ends[0].close()
+    kinds = []
+    with ends[1].makefile("rb") as file:
+        while head := file.read(wire.num_bytes):
+            frame = wire.from_bytes(head)
+            kinds.append(frame.kind)
+            if frame.kind == MESSAGE:
+                assert file.read(1) == bytes([frame.count])
+    ends[1].close()
+    assert [kind for kind in kinds if kind != BEAT] == [ARRIVED, MESSAGE, MESSAGE, LEFT]
+
+
+def test_what_is_published_before_the_end_arrives(tmp_path):
+    for turn in range(5):
+        reader, writer, publish = two(tmp_path / str(turn), 2**18)
+        publish(7)
+        writer.close()
+        until(lambda reader=reader: reader.has_sent(0, 1, 0, 7))
+        reader.close()
 
 
 @pytest.mark.slow
