@@ -3,10 +3,14 @@
 A number alone may be another process's, after a restart or outside of a container.
 """
 
+import contextlib
+import itertools
 import os
 import select
 import signal
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +50,10 @@ class Identity(NamedTuple):
         """
         if not self.boot or self.boot != _boot():
             return None
-        near = [str(self.pid)] if self.is_near else _numbers()
-        return next((int(x) for x in near if self._is(x)), None)
+        # Mostly it has the same number here; in a container, or in one without a /proc
+        # of its own, another.
+        numbers = itertools.chain([str(self.pid)], _numbers())
+        return next((int(x) for x in numbers if self._is(x)), None)
 
     def state(self, pid: int) -> str:
         """Returns the kernel's letter for its state; empty if it has ended."""
@@ -80,8 +86,10 @@ class Identity(NamedTuple):
         if not state or state in ENDED or started != self.started:
             return False
         try:
-            if os.readlink(PROC / number / "ns" / "pid") != self.namespace:
-                return False
+            # Of another user's process this cannot be read, and the rest can.
+            with contextlib.suppress(PermissionError):
+                if os.readlink(PROC / number / "ns" / "pid") != self.namespace:
+                    return False
             facts = (PROC / number / "status").read_text().splitlines()
         except OSError:
             return False
@@ -97,7 +105,16 @@ def own_identity() -> Identity:
         namespace = os.readlink(PROC / "self" / "ns" / "pid")
     except OSError:
         namespace = ""
-    return Identity(socket.gethostname(), _boot(), namespace, pid, _status(str(pid))[1])
+    return Identity(socket.gethostname(), _boot(), namespace, pid, _status("self")[1])
+
+
+def own_start() -> float:
+    """Returns when this process started, in seconds since the epoch."""
+    started = _status("self")[1]
+    if not started:  # A system without /proc.
+        return time.time()
+    up = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - up + int(started) / os.sysconf("SC_CLK_TCK")
 
 
 def _boot() -> str:
@@ -107,8 +124,8 @@ def _boot() -> str:
         return ""
 
 
-def _numbers() -> list[str]:
-    return [path.name for path in PROC.glob("[0-9]*")]
+def _numbers() -> Iterator[str]:
+    return (path.name for path in PROC.glob("[0-9]*"))
 
 
 def _status(number: str) -> tuple[str, str]:

@@ -19,11 +19,10 @@ from decentjax.process import phases
 from train.cli.command import sentence
 from train.cli.tables import write_json
 from train.fields import fits
-from train.job.identity import Identity, own_identity
+from train.job.identity import Identity, own_identity, own_start
 from train.plain_files import read_object
 
 FILES = "pulse.*.json"
-BEGAN = time.time()  # Of this process, almost: a program imports this file first.
 PER_SECOND = 64  # Files that all processes of a run write in a second, at most.
 Course = Literal["trains", "done", "stopped", "failed"]
 END_SECONDS = 5.0  # For a file system that does not answer.
@@ -80,6 +79,7 @@ class Beating:
     def __init__(self, folder: Path, process: int, processes: int, num_steps: int):
         self._folder, self._place = folder, (process, processes, own_identity())
         self._num_steps = num_steps
+        self._began = own_start()
         self._every = max(1.0, processes / PER_SECOND)
         self._asks = stop_file(folder, process)
         self._turn, self._moved = 0, time.monotonic()
@@ -114,7 +114,7 @@ class Beating:
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
             # A request from before this process; one may come while it starts.
-            if self._asks.stat().st_mtime < BEGAN:
+            if self._asks.stat().st_mtime < self._began:
                 self._asks.unlink()
         asked = False
         while not self._over.is_set():
@@ -133,7 +133,7 @@ class Beating:
             self._turn, self._moved = doing.turn, now
         pulse = Pulse(
             *self._place,
-            round(BEGAN, 3),
+            round(self._began, 3),
             round(time.time(), 3),
             self._every,
             self._course,
