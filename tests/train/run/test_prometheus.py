@@ -12,7 +12,7 @@ from tests.checkout import ROOT
 from tests.jobs import TRAIN, ended, launch, started, wait_until
 from train.cli.tables import write_json
 from train.launch import check_port
-from train.run.prometheus import PLACE, prometheus
+from train.run.prometheus import LABELS, PLACE, prometheus
 from train.run.run_info import FACTS
 
 ENDLESS = ("--task.step-seconds", "0.02", "--num-steps", "1000000")
@@ -35,10 +35,11 @@ def sink(tmp_path, monkeypatch):
 
 def values(text):
     """Each value, by the metric's name and its labels."""
+    samples = [one for family in families(text) for one in family.samples]
+    names = (*LABELS, "model")
     return {
-        (one.name, *one.labels.values()): one.value
-        for family in families(text)
-        for one in family.samples
+        (one.name, *(one.labels[x] for x in names if x in one.labels)): one.value
+        for one in samples
     }
 
 
@@ -69,8 +70,10 @@ def test_a_file_has_the_newest_numbers_while_the_run_lives(sink):
 
 def test_a_file_of_a_run_that_fails_is_removed_too(sink):
     opened, folder = sink
-    with pytest.raises(FloatingPointError), opened() as write:
-        write(1, {"train/loss": 3.0})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(FloatingPointError))
+        stack.enter_context(opened())(1, {"train/loss": 3.0})
+        assert len(list(folder.iterdir())) == 1
         raise FloatingPointError
     assert list(folder.iterdir()) == []
 
