@@ -52,10 +52,10 @@ def show(console: PlainConsole, found: Sequence[Member]) -> None:
     console.print(aligned(HEADS, rows, num_left=3))
     for one in found:
         if one.said:
-            console.print(f"{name_of(one)}: {one.said}")
+            console.print(f"{title(one)}: {one.said}")
 
 
-def name_of(one: Member) -> str:
+def title(one: Member) -> str:
     """Returns "process 3"; of one whose number is unknown its folder."""
     return f"process {one.process}" if one.process >= 0 else str(one.folder)
 

@@ -30,7 +30,7 @@ def status(run_dir, code=0, *options):
 
 
 def stop(run_dir, *options, code=0):
-    done = python("-m", "train.stop", run_dir, *options, code=code)
+    done = python("-m", "train.stop_run", run_dir, *options, code=code)
     return done.stdout + done.stderr
 
 
