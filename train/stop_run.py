@@ -106,7 +106,7 @@ def _kill(run: Path, living: list[Member]) -> None:
         who = one.pulse.identity
         if who.kill():
             say(f"killed process {one.process}, number {who.pid} on {who.host}")
-        elif not who.is_near:  # Else it has ended in the meantime.
+        elif not who.is_in_sight:  # Else it has ended in the meantime.
             raise ValueError(
                 f"process {one.process} of {run} is number {who.pid} on {who.host}, "
                 "another machine or a container, out of sight from here: give the same "

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
+OF_MACHINE = "pid:[4026531836]"  # The namespace with all processes, of every Linux.
 FROZEN = ("T", "t")  # States of a process that SIGSTOP or a debugger has stopped.
 ENDED = ("Z", "X")
 KILL_SECONDS = 5.0  # For one that waits for a disk.
@@ -38,10 +39,11 @@ class Identity(NamedTuple):
     started: str
 
     @property
-    def is_near(self) -> bool:
-        """Whether its numbers are those that this process sees."""
+    def is_in_sight(self) -> bool:
+        """Whether this process would find it if it lived."""
         here = own_identity()
-        return bool(self.boot) and self[1:3] == here[1:3]
+        sees = here.namespace in (self.namespace, OF_MACHINE)
+        return bool(self.boot) and self.boot == here.boot and sees
 
     def find(self) -> int | None:
         """Returns its number here, of one in a container of this machine too.

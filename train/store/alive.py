@@ -141,7 +141,7 @@ def _judge(pulse: Pulse) -> tuple[State, str]:
     idle = span(pulse.idle_seconds + age)
     pid = pulse.identity.find()
     state = "" if pid is None else pulse.identity.state(pid)
-    if not state and pulse.identity.is_near:
+    if not state and pulse.identity.is_in_sight:
         return "lost", f"ended without a word, {span(age)} ago"
     if state in FROZEN:
         return "frozen", f"no step for {idle}"
