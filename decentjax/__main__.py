@@ -39,6 +39,8 @@ COMMANDS = {
     "train": Command("train a config, on one machine or many", "train"),
     "resume": Command("continue a run", "train", ("--resume",)),
     "launch": Command("several processes on this machine", "train.launch"),
+    "status": Command("who is alive of a run, and at which step", "train.status"),
+    "stop": Command("stop a run, or a process of it", "train.stop_run"),
     "slurm": Command("a job file for a cluster", "train.slurm"),
     "emulate": Command("several nodes, with limited links", "train.emulate"),
     "advise": Command("which topology is fastest on a cluster", "train.advise"),

@@ -28,7 +28,7 @@ OURS = ("decentjax", "train", "benches")
 EXTRAS = (
     dict.fromkeys(("flax", "grain", "orbax", "rich", "tyro", "matplotlib"), "train")
     | dict.fromkeys(("absl", "cloudpickle", "safetensors", "tensorboardX"), "train")
-    | {"backports": "train"}
+    | {"backports": "train", "prometheus_client": "train"}
     | dict.fromkeys(("num2words", "sacrebleu", "tensorflow_datasets"), "text")
     | {"tokenizers": "text", "PIL": "images", "sklearn": "images"}
     | {"datasets": "datasets", "xminigrid": "navigate"}

@@ -38,7 +38,7 @@ ELSEWHERE = {
     "--exchange.merge": "guard trimmed discount",
     "--on-step": "straggler straggler.kind straggler.seconds callbacks",
     "--log.every-steps": "log-every log-interval logging-steps log-every-n-steps",
-    "--log.sinks": "logger wandb tensorboard mlflow report-to",
+    "--log.sinks": "logger wandb tensorboard mlflow prometheus report-to",
     "--evaluation.every-steps": "eval-every eval-interval eval-steps "
     "val-check-interval",
     "--checkpoint.every-steps": "save-every save-interval save-steps",

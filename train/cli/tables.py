@@ -146,6 +146,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def size(num_bytes: float) -> str:
+    """Returns a number of bytes: "0 kB", "21.3 MB", "1.20 TB"."""
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
+    unit = next((x for x in units if num_bytes >= units[x]), "kB")
+    return f"{num_bytes / units[unit]:.3g} {unit}"
+
+
 def machine(*packages: str) -> str:
     """Returns this machine's cores and architecture, and the versions of packages."""
     versions = [f"{name} {version(name)}" for name in packages]

@@ -24,9 +24,14 @@ def left(seconds: float) -> str:
       >>> left(9.4), left(125 * 60), left(2598633)
       ('9 s left', '2 h 5 min left', '30 d left')
     """
+    return f"{span(seconds)} left"
+
+
+def span(seconds: float) -> str:
+    """A time in at most two units, "9 s", "2 h 5 min" or "30 d"."""
     if seconds < 60:
-        return f"{seconds:.0f} s left"
+        return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < 48:
-        return f"{hours} h {minutes} min left" if hours else f"{minutes} min left"
-    return f"{hours / 24:.0f} d left"
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    return f"{hours / 24:.0f} d"

@@ -165,16 +165,16 @@ class LogConfig:
       profile: FIRST:LAST, such as "100:110", traces with jax's profiler from the end of
         step FIRST to the end of step LAST.
       sinks: where rows go in addition to metrics.jsonl; each needs the extra of its
-        name, except "tensorboard".
+        name, except "tensorboard" and "prometheus".
     """
 
     every_steps: int = 10
     consensus_every_steps: int = 10
     timeline: bool = False
     profile: str | None = None
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = (
-        "tensorboard",
-    )
+    sinks: tuple[
+        Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...
+    ] = ("tensorboard",)
 
     def __post_init__(self):
         check_at_least(self, 1, "every_steps", "consensus_every_steps")

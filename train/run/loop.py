@@ -15,6 +15,7 @@ from train.cli.config_json import sources
 from train.config import Config
 from train.fields import place_of
 from train.job.distributed import gather
+from train.job.pulse import Beating
 from train.run.nonfinite import check_gradients
 from train.run.resume import Begin, Resume, begin_new
 from train.run.setup import Run, set_up
@@ -75,11 +76,17 @@ def train(
     sinks = [*named_sinks(config.log.sinks), *sinks]
     run = set_up(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
-    with lock(run.folder) as hold, _advice(run), contextlib.ExitStack() as stack:
+    with (
+        lock(run.folder) as hold,
+        Beating(run.folder, run.place.process, run.place.count, config.num_steps) as me,
+        _advice(run),
+        contextlib.ExitStack() as stack,
+    ):
         trust = (*sources(config), *trust)
         new = functools.partial(begin_new, run, init_from, trust)
         begin, parts = start(run, new, resume, sinks, hold, stack)
         step, state = run_steps(run, begin, parts)
+        me.end(step)
     # A collective, which runs on after it was dispatched: a process that left the job
     # in the meantime would break it for those that are slower.
     mean = jax.block_until_ready(parts.observer.mean(state))

@@ -1,4 +1,4 @@
-"""Where a run's rows go beside metrics.jsonl: TensorBoard, wandb, mlflow, trackio.
+"""Where a run's rows go beside metrics.jsonl: TensorBoard, wandb, Prometheus, ...
 
 A sink is a function of the config, the run's folder and the step where it starts. It
 returns a context, whose value takes each row: a step, and numbers by name.
@@ -24,6 +24,7 @@ from urllib.request import url2pathname
 
 from train.cli.config_json import to_json
 from train.config import Config
+from train.run.prometheus import prometheus
 from train.run.run_info import read_facts
 from train.store.log import Write, warn
 
@@ -248,7 +249,9 @@ SINKS: dict[str, tuple[Sink, str]] = {
     "wandb": (_wandb, "wandb"),
     "mlflow": (_mlflow, "mlflow"),
     "trackio": (_trackio, "trackio"),
+    "prometheus": (prometheus, "prometheus_client"),
 }
+OF_TRAIN = "tensorboard", "prometheus"  # Whose packages are always installed.
 
 # They keep the rows of a run under its id, and forget none.
 BY_ID = ("wandb", "mlflow", "trackio")
@@ -267,7 +270,7 @@ def named_sinks(names: Sequence[str]) -> list[Sink]:
         if found is None or found.origin is None:
             raise ModuleNotFoundError(
                 f"log.sinks has {name}, which is not installed: pip install "
-                f"'decentjax[{'train' if name == 'tensorboard' else name}]'"
+                f"'decentjax[{'train' if name in OF_TRAIN else name}]'"
             )
     return [SINKS[name][0] for name in names]
 

@@ -16,7 +16,7 @@ from rich.table import Column
 
 from train.cli.plain_console import PlainConsole
 from train.cli.progress import TimeLeft
-from train.cli.tables import measured, plain, quantity, words
+from train.cli.tables import measured, plain, quantity, size, words
 from train.cli.times import left, now, say
 from train.fields import LARGEST_FLOAT, fits
 from train.plain_files import open_to_append, read_lines, write_whole
@@ -59,6 +59,7 @@ Write = Callable[[int, dict[str, float]], None]
 
 # Between the lines that are printed where there is no terminal to redraw one.
 SECONDS_BETWEEN_LINES = 10.0
+LARGE_BYTES = 2**26  # Of metrics.jsonl, which commands take seconds to read.
 RECENT = 9  # Rows whose speeds tell the time that is left.
 
 
@@ -88,6 +89,7 @@ class Log:
         renew: Callable[[], None] = lambda: None,
     ):
         self._path, self._renew = run_dir / METRICS, renew
+        self._is_large = False  # As said.
         rows = self.forget(start if kept is None else kept)
         self._num_steps, self._headline = num_steps, headline
         self._units, self._write_sinks = units or {}, write
@@ -192,6 +194,14 @@ class Log:
         # Closed after each row, so that a run that is killed loses none.
         with open_to_append(self._path) as file:
             file.write(line)
+            length = file.tell()
+        if length > LARGE_BYTES and not self._is_large:
+            self._is_large = True
+            warn(
+                f"{self._path} has {size(LARGE_BYTES)}, and takes long to read when "
+                "the run resumes or is drawn: a larger --log.every-steps writes fewer "
+                "rows"
+            )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from tests import tiny
+from tests import line, tiny
 from tests.changes import changed
 from tests.run_folders import column, make_run, timed
 from tests.timed import untimed
@@ -19,6 +19,7 @@ from train.report import write_report
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
 from train.run.run_info import FACTS, add_results, read_facts
+from train.store import log
 from train.store.log import METRICS, for_sinks, read_metrics
 from train.store.timeline import read_timelines
 
@@ -234,3 +235,14 @@ def test_what_no_memory_holds_is_refused_before_it_is_made(section, fields, tmp_
 def test_sinks_take_the_numbers_of_a_row_alone():
     when = {"step": 1, "seconds": 2.0, "time": "2026-11-30T05:04:17Z"}
     assert for_sinks({**when, "loss": 3.0}) == {"train/loss": 3.0}
+
+
+def test_a_log_that_becomes_large_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(log, "LARGE_BYTES", 1000)
+    train(line.config, tmp_path)
+    assert (tmp_path / METRICS).stat().st_size > 1000
+    said = f"{tmp_path / METRICS} has 1 kB, and takes long to read"
+    assert capsys.readouterr().err.count(said) == 1
+    monkeypatch.setattr(log, "LARGE_BYTES", 10**6)
+    train(changed(line.config, num_steps=22), tmp_path, Resume())
+    assert METRICS not in capsys.readouterr().err
