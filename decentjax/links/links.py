@@ -49,7 +49,10 @@ from decentjax.links.wire import (
     read_into,
 )
 
-LOOK_UP_SECONDS = 0.1  # Between two lookups in the book.
+TEND_SECONDS = 0.1  # Between two looks at what is due.
+# Between two lookups of a peer in the book: at first, at most while it is not there,
+# and of one that is connected.
+LOOK_UP_SECONDS, MOST_LOOK_UP_SECONDS, CONNECTED_SECONDS = 0.1, 1.0, 2.0
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
 SEED_SECONDS = 1.0  # Between two questions to the seeds.
 ONE_WAY_SECONDS = 5.0  # After which a peer that reaches this process is to be reached.
@@ -71,6 +74,8 @@ class _Peer:
     step: int = -1  # The step that it has reported.
     floor: int = -1  # Its models up to this step are from before a silence.
     since: float = 0.0  # When it has answered.
+    looks_at: float = 0.0  # When it is looked up next.
+    pause: float = LOOK_UP_SECONDS
     counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
 
 
@@ -414,7 +419,7 @@ class Links:
     def _tend(self) -> None:
         """Looks up peers, and this process's entries, again and again."""
         kept_at, before = time.monotonic(), time.monotonic()
-        while not self._closing.wait(LOOK_UP_SECONDS):
+        while not self._closing.wait(TEND_SECONDS):
             now = time.monotonic()
             if self._silent_seconds is not None:
                 self._was_silent |= now - before > self._silent_seconds
@@ -478,7 +483,14 @@ class Links:
 
     def _look_up(self, peer: int) -> None:
         """Asks the process at a peer's entry, if it is new, or after an error."""
-        known = self._peers[peer]
+        known, now = self._peers[peer], time.monotonic()
+        if now < known.looks_at:
+            return
+        if known.call is None:
+            known.looks_at = now + known.pause
+            known.pause = min(2 * known.pause, MOST_LOOK_UP_SECONDS)
+        else:
+            known.looks_at, known.pause = now + CONNECTED_SECONDS, LOOK_UP_SECONDS
         asks = known.call is None and not known.is_asked
         try:
             if (entry := self._book.read(peer)) is None:
@@ -530,6 +542,7 @@ class Links:
             if known.entry == entry:
                 with self.bell.lock:
                     known.call, known.is_asked, known.has_ended = None, False, True
+                    known.looks_at = min(known.looks_at, time.monotonic() + known.pause)
                     if known.guest >= 0 or peer in self.refused:
                         self._lose(peer)
                     self.bell.ring()
@@ -552,7 +565,7 @@ class Links:
                 known.floor = host.step + 1
             known.call, known.is_asked, known.has_ended = connection, False, True
             known.guest, known.step = host.guest, host.step
-            known.since = time.monotonic()
+            known.since, known.pause = time.monotonic(), LOOK_UP_SECONDS
             self.refused.pop(peer, None)
             self.left.discard(peer)
             self._inbox.meet(peer)
