@@ -26,7 +26,7 @@ from train.job.distributed import (
     workers_per_process,
 )
 from train.job.peer_address import check_addresses
-from train.job.signals import stoppable
+from train.job.signals import NOTHING_LOST, ended_by_signals
 from train.run.peer_log import Watch, senders
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_links, process_folders
@@ -168,7 +168,8 @@ class InJob(Alone):
             start(config.distributed, workers[0], self.run_dir, workers[1])
             # jax has taken over SIGTERM, which it passes on to jobs of several.
             alone = self.count == 1
-            with stoppable(but=[signal.SIGINT]) if alone else contextlib.nullcontext():
+            stops = ended_by_signals(NOTHING_LOST, but=[signal.SIGINT])
+            with stops if alone else contextlib.nullcontext():
                 yield
 
 
