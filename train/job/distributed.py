@@ -85,8 +85,7 @@ def leave() -> None:
     # wait for it: jax's own barrier at exit fails after five minutes.
     if jax.process_count() > 1:
         distributed.shutdown()
-    else:
-        close_watch()
+    close_watch()
 
 
 @contextlib.contextmanager

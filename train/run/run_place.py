@@ -14,6 +14,7 @@ from decentjax.distributed.devices import provide_cpu_devices, provide_devices
 from decentjax.distributed.place import JobPlace
 from decentjax.distributed.watch import close_watch, watch
 from decentjax.placement import local_workers
+from decentjax.process import phases
 from train.cli.config_json import read_fields
 from train.config import ApartExchange, BackgroundExchange, Config
 from train.job.distributed import (
@@ -124,7 +125,11 @@ class Alone:
     def finish(self) -> bool:
         """Ends the training of all processes; returns whether this one has results."""
         # Process 0 plots and scores for longer than jax lets its peers wait at exit.
+        is_watched = self.count > 1 or self._config.distributed.deadline is not None
         leave()
+        if self.process == 0 and is_watched:
+            watch(self._config.distributed.deadline)
+            phases.note(phases.RESULTS)
         return self.process == 0
 
     def phrase(self, in_thread: bool) -> str:
