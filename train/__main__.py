@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from decentjax.process import phases
 from train.cli.changes import as_changes, with_changes
 from train.cli.command import (
     FAILED,
@@ -227,7 +226,6 @@ def _draw(run: Run) -> Path | None:
     from train.report import write_report  # Only process 0 needs matplotlib.
 
     folder, trust = run.folder, sources(run.config)
-    phases.note(phases.RESULTS)
     try:
         return write_report([folder], folder / "report.html", trust=trust)
     except (OSError, ValueError) as error:
@@ -263,14 +261,12 @@ def _show_results(outcome: Outcome) -> bool:
         say(headline, name, score)
     add_results(folder, baselines=baselines)
     if task.judge is not None:
-        phases.note(phases.RESULTS)
         print("\ntest scores of the mean model", flush=True)  # It takes a while.
         test = task.judge(*outcome.mean)
         for name, score in test.items():
             say(name, words(name), score)
         add_results(folder, test=test)
     if task.sample is not None:
-        phases.note(phases.RESULTS)
         sample = task.sample(*outcome.mean)
         print(f"\nsample of the mean model\n{textwrap.indent(sample, '  ')}")
         add_results(folder, sample=sample)

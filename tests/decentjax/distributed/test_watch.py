@@ -389,7 +389,7 @@ while True:
 def always(what):
     script = ALWAYS_AGAIN.replace("WHAT", what)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
     )
     return done.returncode, done.stderr
 
