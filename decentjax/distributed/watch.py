@@ -208,6 +208,8 @@ class StepWatch:
     def _set_alarm(self, own: PhaseReport) -> None:
         """Ends the process where this thread gets no turn for the rest of its time."""
         left = max(own.limit - own.seconds, 0.0)
+        if own.phase == phases.STARTING:  # Perhaps a script without phases.
+            left = math.inf
         self._alarm.set(left + self._silent_ticks(own) * self._tick)
 
     def _look(self, own: PhaseReport, post: Post) -> None:

@@ -62,10 +62,6 @@ def hold_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Stopped(BaseException):
-    """A stop signal was received, and everything is saved."""
-
-
 def end_imports_at_a_signal() -> None:
     """Makes a stop signal end this process with code 0: it has nothing to save yet.
 
