@@ -1,10 +1,11 @@
 """How long a phase of a step may take, and for which process all others wait."""
 
+import gc
 import math
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -176,20 +177,24 @@ def code_of_main() -> tuple[str, bool]:
     frames.pop(threading.get_ident())
     main = frames.pop(threading.main_thread().ident or 0, None)
     called = [one for one in frames.values() if _is_called_back(one)]
-    stack = [*_stack(called[0] if called else main)]
+    stack = _stack(called[0] if called else main)
     is_own = bool(called) or not (stack and _waits(stack[0]))
     shown = [one for one in stack[1:] if not _is_of(one, "jax")]
     return " < ".join(map(_shown, [*stack[:1], *shown][:MOST_FRAMES])), is_own
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+def _stack(frame: FrameType | None) -> list[FrameType]:
     """The frames from the innermost one on, without those that serve any code."""
+    # A garbage collection, with jax's hook, may begin anywhere.
+    hooks = [getattr(hook, "__code__", None) for hook in gc.callbacks]
+    found: list[FrameType] = []
     while frame is not None:
-        # jax's hook of the garbage collection, which may begin anywhere.
-        is_hook = frame.f_code.co_name == "_xla_gc_callback"
-        if not (is_hook or _is_of(frame, "numpy", *sys.stdlib_module_names)):
-            yield frame
+        if frame.f_code in hooks:
+            found.clear()
+        elif not _is_of(frame, "numpy", *sys.stdlib_module_names):
+            found.append(frame)
         frame = frame.f_back
+    return found
 
 
 def _is_called_back(frame: FrameType) -> bool:
