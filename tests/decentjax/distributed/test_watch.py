@@ -515,7 +515,7 @@ def test_a_process_0_that_is_frozen_is_named_with_what_it_did(tmp_path):
 
 @pytest.mark.slow
 def test_process_0_has_a_deadline_after_the_last_step_too(tmp_path):
-    options = "--task.score-seconds 1000 --distributed.step-deadline 1"
+    options = "--task.score-seconds 1000 --distributed.step-deadline 3"
     with launch(2, tmp_path, *options.split()) as job:
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 72, output
