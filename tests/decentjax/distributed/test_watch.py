@@ -533,6 +533,9 @@ phases.note("reading", 1)  # The first step has longer.
 print("reads", flush=True)
 for _ in range(30):  # Which a stop does not shorten.
     time.sleep(0.1)
+for step in range(60):  # Nor does the alarm end it later.
+    phases.note("reading", step)
+    time.sleep(0.1)
 """
 
 
@@ -542,9 +545,9 @@ def test_a_process_that_is_stopped_for_a_while_is_not_late():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "reads\n"
-        time.sleep(1)
+        time.sleep(2)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(12)
+        time.sleep(14)
         process.send_signal(signal.SIGCONT)
         assert process.wait(LONG) == 0
 
