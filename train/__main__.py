@@ -5,9 +5,8 @@
 
 from train.job.signals import (
     NOTHING_LOST,
-    Stopped,
     end_imports_at_a_signal,
-    stoppable,
+    ended_by_signals,
 )
 
 if __name__ == "__main__":  # Before the other imports, which take seconds.
@@ -187,11 +186,8 @@ def run_here(
     sinks: Sequence[Sink] = (),
 ) -> None:
     """Trains, alone or as one process of a job."""
-    try:
-        with stoppable(but=[signal.SIGINT]):
-            _run(config, run_dir, resume, init_from, trust, sinks)
-    except Stopped:
-        print(NOTHING_LOST)
+    with ended_by_signals(NOTHING_LOST, but=[signal.SIGINT]):
+        _run(config, run_dir, resume, init_from, trust, sinks)
 
 
 def _run(config: Config, run_dir: Path, *how: Any) -> None:
@@ -213,25 +209,16 @@ def _run(config: Config, run_dir: Path, *how: Any) -> None:
 
 
 def _show(outcome: Outcome) -> None:
-    """Shows the results, which a signal may end."""
-    try:
-        with stoppable():
-            finish(outcome)
-    except Stopped:
-        print(
-            f"stopped before all results were shown; {outcome.step} steps are saved: "
-            f"decentjax evaluate {outcome.run.folder}"
-        )
-
-
-def finish(outcome: Outcome) -> None:
-    """Prints and saves the results, and writes the report."""
-    try:
+    """Prints and saves the results and writes the report, which a signal may end."""
+    stopped = (
+        f"stopped before all results were shown; {outcome.step} steps are saved: "
+        f"decentjax evaluate {outcome.run.folder}"
+    )
+    with ended_by_signals(stopped):
         is_whole = _show_results(outcome)
-    finally:  # Even if a signal has interrupted the results.
         report = _draw(outcome.run)
-    if is_whole and report is not None:
-        print(f"\nreport  {report}")
+        if is_whole and report is not None:
+            print(f"\nreport  {report}")
 
 
 def _draw(run: Run) -> Path | None:

@@ -1,14 +1,24 @@
 """How long a phase of a step may take, and for which process all others wait."""
 
+import gc
 import math
+import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from decentjax.process.phases import BETWEEN, IN_STEP, PREPARING, STARTING, WAITING
+from decentjax.process.phases import (
+    BETWEEN,
+    COMPILING,
+    IN_STEP,
+    PREPARING,
+    RESULTS,
+    STARTING,
+    WAITING,
+)
 
 LATE = 72  # The exit code of a job that has ended as a process was late.
 # By default a phase may take this many times the median of the steps, and at least
@@ -17,12 +27,15 @@ LEARNED_TIMES, LEAST_SECONDS = 30, 300.0
 # Parts that are long by nature, and what a script does without a name for it.
 LONG_TIMES = 10
 LONG = (
-    *(STARTING, PREPARING, BETWEEN),
-    *("compiling", "saving", "evaluating", "profiling"),
+    *(STARTING, PREPARING, BETWEEN, COMPILING, RESULTS),
+    *("saving", "evaluating", "profiling"),
 )
 ENDED = "ended"
 MOST_SECONDS = 10**8  # Three years, which all flags and clocks hold.
 MOST_FRAMES, MOST_NAMED = 6, 3
+# Of the library, the program in a checkout, and jax: code that waits for others.
+_LIBRARY = Path(__file__).parents[1]
+_OURS = f"{_LIBRARY}{os.sep}", f"{_LIBRARY.parent / 'train'}{os.sep}"
 ADVICE = "; if that may take so long, set a longer step_deadline"
 
 
@@ -37,7 +50,7 @@ class PhaseReport(NamedTuple):
       seconds: how long it has done so.
       limit: how long it may, seconds.
       at: where its code is, the innermost function first.
-      is_own: whether that is in code other than jax's and this library's, which wait
+      is_own: whether that is in code other than jax's and this project's, which waits
         for other processes.
     """
 
@@ -164,28 +177,40 @@ def code_of_main() -> tuple[str, bool]:
     frames.pop(threading.get_ident())
     main = frames.pop(threading.main_thread().ident or 0, None)
     called = [one for one in frames.values() if _is_called_back(one)]
-    stack = [*_stack(called[0] if called else main)]
-    is_own = bool(called) or not (stack and _is_of(stack[0], "jax", "decentjax"))
+    stack = _stack(called[0] if called else main)
+    is_own = bool(called) or not (stack and _waits(stack[0]))
     shown = [one for one in stack[1:] if not _is_of(one, "jax")]
     return " < ".join(map(_shown, [*stack[:1], *shown][:MOST_FRAMES])), is_own
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames from the innermost one on, without those of Python's own modules."""
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """The frames from the innermost one on, without those that serve any code."""
+    # A garbage collection, with jax's hook, may begin anywhere.
+    hooks = [getattr(hook, "__code__", None) for hook in gc.callbacks]
+    found: list[FrameType] = []
     while frame is not None:
-        if not _is_of(frame, *sys.stdlib_module_names):
-            yield frame
+        if frame.f_code in hooks:
+            found.clear()
+        elif not _is_of(frame, "numpy", *sys.stdlib_module_names):
+            found.append(frame)
         frame = frame.f_back
+    return found
 
 
 def _is_called_back(frame: FrameType) -> bool:
-    return any(
-        _is_of(one, "jax") and "callback" in _shown(one) for one in _stack(frame)
-    )
+    return any(_name(one) == "jax._src.callback" for one in _stack(frame))
+
+
+def _waits(frame: FrameType) -> bool:
+    return _is_of(frame, "jax") or frame.f_code.co_filename.startswith(_OURS)
 
 
 def _is_of(frame: FrameType, *packages: str) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in packages
+    return _name(frame).partition(".")[0] in packages
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def _shown(frame: FrameType) -> str:

@@ -7,6 +7,7 @@ key-value store of the job's coordinator.
 
 import atexit
 import contextlib
+import functools
 import json
 import math
 import queue
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 
+from decentjax.distributed.alarm import Alarm
 from decentjax.distributed.deadline import (
     ENDED,
     LATE,
@@ -94,25 +96,31 @@ class Post(threading.Thread):
                 self.unanswered = 0
 
     def _exchange(self, report: PhaseReport, asks: bool, verdict: str) -> None:
-        client, folder = self._client, f"{FOLDER}/reports/"
-        own = json.dumps(report)
-        client.key_value_set(f"{folder}{self._number}", own, allow_overwrite=True)
+        # What all read each time: the verdict, and the report of process 0, without
+        # which nobody could read it.
+        client, common, folder = self._client, f"{FOLDER}/common/", f"{FOLDER}/reports/"
+        key = f"{common if self._number == 0 else folder}{self._number}"
+        client.key_value_set(key, json.dumps(report), allow_overwrite=True)
         if verdict:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # There is one.
-                client.key_value_set(f"{FOLDER}/verdict/0", verdict)
-        for _, text in client.key_value_dir_get(f"{FOLDER}/verdict/"):
-            self.verdict = text
+                client.key_value_set(f"{common}verdict", verdict)
+        texts = _read(client, common)
+        self.verdict = texts.pop("verdict", "")
+        before = self.reports
+        texts |= _read(client, folder) if asks else {}
+        new = {int(key): PhaseReport(*json.loads(text)) for key, text in texts.items()}
+        self.reports = before | new
         if not asks:
             return
-        before = self.reports
-        self.reports = {
-            int(key.rpartition("/")[2]): PhaseReport(*json.loads(text))
-            for key, text in client.key_value_dir_get(folder)
-        }
         for i, ticks in self._same.items():
             one = self.reports.get(i)
             is_new = one != before.get(i) or (one is not None and one.phase == ENDED)
             self._same[i] = 0 if is_new else ticks + 1
+
+
+def _read(client: Any, folder: str) -> dict[str, str]:
+    found = client.key_value_dir_get(folder)
+    return {key.rpartition("/")[2]: text for key, text in found}
 
 
 class StepWatch:
@@ -124,7 +132,8 @@ class StepWatch:
     same line and end with exit code 72.
 
     Time passes in ticks: what a machine sleeps, or a process is stopped, is not
-    counted.
+    counted. In code that holds Python's lock an alarm ends the process, and its job
+    names it by its silence.
 
     Args:
       deadline: longest time of a phase, seconds; inf for none, None to learn it.
@@ -147,7 +156,7 @@ class StepWatch:
         self._deadline, self._post, self._number = deadline, post, number
         self._tick, self._is_over, self._end = tick, is_over, end
         self._beat, self._named = 0, list[Any]()
-        self._closing = threading.Event()
+        self._closing, self._alarm = threading.Event(), Alarm()
         self._thread = threading.Thread(
             target=self._run, name="decentjax.watch", daemon=True
         )
@@ -169,20 +178,24 @@ class StepWatch:
             self._post.join(SILENT_TICKS * self._tick)
 
     def _run(self) -> None:
-        seen, seconds, at = phases.now(), 0.0, time.monotonic()
-        tick = self._tick
+        spent: dict[str, tuple[float, float]] = {}  # Beginning and seconds of phases.
+        tick, at = self._tick, time.monotonic()
+        self._set_alarm(self._report(phases.now(), 0.0))
         while not self._closing.wait(tick) and not self._is_over():
             now, current = time.monotonic(), phases.now()
             passed = min(now - at, 2 * tick)
-            begun = seconds if current == seen else 0.0
+            since, before = spent.get(current.phase, (current.since, 0.0))
+            begun = before if since == current.since else 0.0
             seconds = min(begun + passed, now - current.since)
-            seen, at = current, now
+            spent[current.phase], at = (current.since, seconds), now
             own = self._report(current, seconds)
+            self._set_alarm(own)
             tick = self._tick if self._is_near(own) else 2 * self._tick
             if self._post is not None:
                 self._look(own, self._post)
             elif late := late_processes({self._number: own}):
                 self._end(sentence(late, {self._number: own}), LATE, self._number)
+        self._alarm.close()
 
     def _report(self, current: phases.Now, seconds: float) -> PhaseReport:
         self._beat += 1
@@ -191,6 +204,13 @@ class StepWatch:
         phase, step, _, turn = current
         seconds = round(seconds, 1)
         return PhaseReport(self._beat, phase, step, turn, seconds, limit, at, is_own)
+
+    def _set_alarm(self, own: PhaseReport) -> None:
+        """Ends the process where this thread gets no turn for the rest of its time."""
+        left = max(own.limit - own.seconds, 0.0)
+        if own.phase == phases.STARTING:  # Perhaps a script without phases.
+            left = math.inf
+        self._alarm.set(left + self._silent_ticks(own) * self._tick)
 
     def _look(self, own: PhaseReport, post: Post) -> None:
         """Exchanges reports, and ends the process if there is a verdict."""
@@ -264,9 +284,10 @@ def close_watch() -> None:
         _watches.pop().close()
 
 
+@functools.cache
 def _note_compiling() -> None:
     """From now on notes as a phase where jax compiles, in whichever program."""
-    before = noted = phases.now()
+    before, noted = phases.now(), None  # Around a compilation, and within.
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
         nonlocal before, noted
@@ -275,9 +296,10 @@ def _note_compiling() -> None:
             return
         if event.endswith("jaxpr_to_mlir_module_duration"):  # Then it compiles.
             before = before if phases.now() == noted else phases.now()
-            phases.note("compiling")
+            phases.note(phases.COMPILING)
             noted = phases.now()
         elif event.endswith("backend_compile_duration") and phases.now() == noted:
             phases.note_again(before)
+            noted = None
 
     jax.monitoring.register_event_duration_secs_listener(heard)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 # Before the first phase has a name, and before the first step where parts have names.
 STARTING, PREPARING = "starting", "preparing"
-BETWEEN = "between steps"
+BETWEEN, COMPILING = "between steps", "compiling"
+RESULTS = "showing results"  # After the last step.
 # The phases in the order of a step; one of these begins it.
-IN_STEP = ("reading", "placing", "compiling", "computing", "exchanging")
+IN_STEP = ("reading", "placing", COMPILING, "computing", "exchanging")
 WAITING = "waiting for peers"  # By design, so as long as it takes.
 NUM_DURATIONS = 100  # Of the newest steps.
 
@@ -26,7 +27,7 @@ class Now(NamedTuple):
     Args:
       phase: name of the phase, such as "reading".
       step: the step that it belongs to; -1 before the first one.
-      since: when it began, in seconds of `time.monotonic`.
+      since: when it first began in this step, in seconds of `time.monotonic`.
       turn: number of steps begun, which rises where a second run begins at 0 again.
     """
 
@@ -39,35 +40,45 @@ class Now(NamedTuple):
 # Plain tuples, for speed.
 _now = STARTING, -1, time.monotonic(), 0
 _newest = _now  # The first phase of the newest step.
+_begun: dict[tuple[str, int], float] = {}  # When phases of the newest step began.
 _MAIN = threading.main_thread().ident
 _durations: deque[float] = deque(maxlen=NUM_DURATIONS)
 
 
 def note(phase: str, step: int | None = None) -> None:
-    """Notes that this process begins a phase.
+    """Notes that this process begins a phase, or continues one of the same step.
+
+    Else a step that does the same again and again would never be late.
 
     Args:
       phase: name of the phase.
-      step: the step that it belongs to; by default that of the last phase.
+      step: the step that it belongs to; by default that of the last phase, and the
+        phase begins, unless it is compiling.
     """
     global _now, _newest
     if threading.get_ident() != _MAIN:  # Only the main thread is watched.
         return
-    now = time.monotonic()
+    now = since = time.monotonic()
+    continues = step is not None or phase == COMPILING
     if step is None:
         step = _now[1]
     elif step != _newest[1] and phase in IN_STEP:
         if _newest[3]:
             _durations.append(now - _newest[2])
         _newest = phase, step, now, _newest[3] + 1
-    _now = phase, step, now, _newest[3]
+        _begun.clear()
+    if phase == BETWEEN:  # The same step may be taken again.
+        _begun.clear()
+    if continues:
+        since = _begun.setdefault((phase, step), now)
+    _now = phase, step, since, _newest[3]
 
 
 def note_again(before: "Now") -> None:
-    """Notes that this process continues an earlier phase, whose time restarts."""
+    """Notes that this process continues an earlier phase."""
     global _now
     if threading.get_ident() == _MAIN:
-        _now = before.phase, before.step, time.monotonic(), before.turn
+        _now = before
 
 
 @contextlib.contextmanager
@@ -75,9 +86,10 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
     """Names a part of your own loop, so that the job's watch can say what is late.
 
     A part that has a name may take as long as the step's deadline, and what has none,
-    and the parts "compiling", "saving" and "evaluating", ten times as long. Each
-    `phase` restarts its time, so a long part may consist of several. Only the main
-    thread is watched.
+    and the parts "compiling", "saving" and "evaluating", ten times as long. A part that
+    is given its step continues its time when it is entered again; without a step each
+    `phase` begins anew, as for the batches of an evaluation. Only the main thread is
+    watched.
 
     Args:
       name: what the process does. "reading", "placing", "computing" and "exchanging"

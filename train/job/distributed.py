@@ -32,7 +32,7 @@ from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig, WorkersConfig
 from train.job.provenance import provenance_of
-from train.job.signals import Stopped, stop_together
+from train.job.signals import stop_together
 
 
 def start(
@@ -85,8 +85,7 @@ def leave() -> None:
     # wait for it: jax's own barrier at exit fails after five minutes.
     if jax.process_count() > 1:
         distributed.shutdown()
-    else:
-        close_watch()
+    close_watch()
 
 
 @contextlib.contextmanager
@@ -97,8 +96,6 @@ def fail_stop() -> Iterator[None]:
     """
     try:
         yield
-    except Stopped:
-        raise
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise

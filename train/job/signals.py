@@ -1,15 +1,18 @@
 """The signals that stop a run, while it starts, trains and ends. It needs no jax."""
 
+import atexit
 import contextlib
 import ctypes
 import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
+from typing import NoReturn
 
 # A terminal that closes sends SIGHUP, which nohup asks us to ignore.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
@@ -40,6 +43,7 @@ def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
         elif now - first >= REPEAT_SECONDS:
             send(signal.SIGKILL)
 
+    _ignore_stop_signals_at_exit()
     previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
     try:
         yield
@@ -58,42 +62,51 @@ def hold_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Stopped(BaseException):
-    """A stop signal was received, and everything is saved."""
-
-
 def end_imports_at_a_signal() -> None:
     """Makes a stop signal end this process with code 0: it has nothing to save yet.
 
     Ctrl-C still interrupts. Signals that were held while the process began come now.
     """
-
-    def receive(number: int, frame: object) -> None:
-        del number, frame
-        with contextlib.suppress(OSError):
-            os.write(1, f"{NOTHING_LOST}\n".encode())
-        os._exit(0)  # What is imported might catch an exception.
-
     for number in stop_signals() - {signal.SIGINT}:
-        signal.signal(number, receive)
+        signal.signal(number, lambda *_: _end(NOTHING_LOST))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _ignore_stop_signals_at_exit()
+
+
+def _ignore_stop_signals_at_exit() -> None:
+    """Keeps the exit code of a process that is ending: Python's handlers are gone."""
+    for number in STOP_SIGNALS:
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+
+
+def _end(message: str) -> NoReturn:
+    """Prints a message, and ends this process with code 0, whatever it is doing."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):  # It is closed.
+            sys.stdout.flush()
+            os.write(1, f"{message}\n".encode())
+
+    # The main thread may hold the stream, and be in a write that never ends.
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(REPEAT_SECONDS)
+    os._exit(0)  # An exception might be caught, or lost in a garbage collection.
 
 
 @contextlib.contextmanager
-def stoppable(but: Collection[int] = ()) -> Iterator[None]:
-    """A context in which the first stop signal raises `Stopped`.
+def ended_by_signals(message: str, but: Collection[int] = ()) -> Iterator[None]:
+    """A context in which a stop signal prints a message and ends this process.
 
-    A later one ends the process at once.
+    The exit code is 0: there is nothing to save. A thread does so, also while the main
+    thread compiles.
 
     Args:
+      message: the message.
       but: signals that keep their handlers.
     """
-
-    def receive(number: int, frame: object) -> None:
-        del number, frame
-        raise Stopped
-
-    with handled(stop_signals().difference(but), receive):
+    numbers = stop_signals().difference(but)
+    with handled(numbers, lambda *_: None, lambda: _end(message)):
         yield
 
 
@@ -127,11 +140,20 @@ def stop_signals() -> set[signal.Signals]:
 
 
 @contextlib.contextmanager
-def handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
+def handled(
+    numbers: Collection[int],
+    receive: Handler,
+    at_once: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
     """Calls `receive` at the first of these signals; a later one ends the process.
 
     It does so even where Python runs no handler, as while a program compiles: the
     kernel's default comes back REPEAT_SECONDS after the first one, by a thread.
+
+    Args:
+      numbers: the signals.
+      receive: handler of the first one, in the main thread.
+      at_once: function that the other thread calls at each of them.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -149,6 +171,7 @@ def handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
             elif not (came := os.read(reader, 1)):  # The context has ended.
                 return
             elif came[0] in numbers:
+                at_once()
                 at = min(at, time.monotonic() + REPEAT_SECONDS)
 
     def first(number: int, frame: FrameType | None) -> None:

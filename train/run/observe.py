@@ -16,7 +16,6 @@ from decentjax.process import phases
 from decentjax.updates import Metrics
 from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
-from train.job.signals import Stopped
 from train.run.array_placement import on_first
 from train.run.nonfinite import say_quarantined
 from train.run.optimizers import build_schedule
@@ -153,11 +152,11 @@ class Observer:
         def check_stop() -> None:
             phases.note("evaluating")  # A batch at a time.
             if stop.poll():
-                raise Stopped
+                raise _Stopped
 
         try:
             of_mean, *of_workers = self._score([self.mean(state), *models], check_stop)
-        except Stopped:
+        except _Stopped:
             return
         own = [
             (self._first + i, one) for i, one in zip(numbers, of_workers, strict=True)
@@ -170,6 +169,10 @@ class Observer:
         self._time = time.monotonic()  # The rate is that of training alone.
         if self._record is not None:
             self._record("evaluate", step - 1, begin, self._time)
+
+
+class _Stopped(BaseException):
+    """A stop signal was received within an evaluation."""
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:

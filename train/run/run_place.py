@@ -14,6 +14,7 @@ from decentjax.distributed.devices import provide_cpu_devices, provide_devices
 from decentjax.distributed.place import JobPlace
 from decentjax.distributed.watch import close_watch, watch
 from decentjax.placement import local_workers
+from decentjax.process import phases
 from train.cli.config_json import read_fields
 from train.config import ApartExchange, BackgroundExchange, Config
 from train.job.distributed import (
@@ -26,7 +27,7 @@ from train.job.distributed import (
     workers_per_process,
 )
 from train.job.peer_address import check_addresses
-from train.job.signals import stoppable
+from train.job.signals import NOTHING_LOST, ended_by_signals
 from train.run.peer_log import Watch, senders
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_links, process_folders
@@ -124,7 +125,11 @@ class Alone:
     def finish(self) -> bool:
         """Ends the training of all processes; returns whether this one has results."""
         # Process 0 plots and scores for longer than jax lets its peers wait at exit.
+        is_watched = self.count > 1 or self._config.distributed.deadline is not None
         leave()
+        if self.process == 0 and is_watched:
+            watch(self._config.distributed.deadline)
+            phases.note(phases.RESULTS)
         return self.process == 0
 
     def phrase(self, in_thread: bool) -> str:
@@ -168,7 +173,8 @@ class InJob(Alone):
             start(config.distributed, workers[0], self.run_dir, workers[1])
             # jax has taken over SIGTERM, which it passes on to jobs of several.
             alone = self.count == 1
-            with stoppable(but=[signal.SIGINT]) if alone else contextlib.nullcontext():
+            stops = ended_by_signals(NOTHING_LOST, but=[signal.SIGINT])
+            with stops if alone else contextlib.nullcontext():
                 yield
 
 

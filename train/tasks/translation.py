@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from decentjax.process import phases
 from train.data.batches import say_once
 from train.data.by_length import length_steps, length_validation
 from train.data.pairs import SPLITS, Corpus
@@ -284,6 +285,7 @@ def _translate(
         source = np.zeros((config.rows, min(length, corpus.max_tokens)), np.int32)
         for row, i in zip(source, chosen, strict=False):
             row[: len(rows[i])] = rows[i]
+        phases.note(phases.RESULTS)  # A batch at a time.
         # Decoding drops `</s>` and the zeros after it, which are special tokens.
         found |= zip(chosen, np.asarray(search(source)).tolist(), strict=False)
     return corpus.vocabulary.decode([found[i] for i in range(len(rows))])

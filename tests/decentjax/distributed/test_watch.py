@@ -33,6 +33,7 @@ from decentjax.distributed.deadline import (
 from decentjax.distributed.watch import StepWatch
 from decentjax.process import phases
 from tests.jobs import LONG, ended, launch, of_run, read_until, started
+from train.job.distributed import MetricMeans
 
 INF = math.inf
 
@@ -165,6 +166,31 @@ def test_a_phase_after_a_step_is_not_ahead_of_it():
     assert phases.now().turn == turn + 1
 
 
+def test_a_phase_that_is_entered_again_in_its_step_continues_its_time():
+    phases.note("reading", 7100)
+    first = phases.now().since
+    with distributed.phase("placing", step=7100):
+        pass
+    assert phases.now().since == first  # Also around another.
+    phases.note("reading", 7100)
+    assert phases.now().since == first
+    phases.note(phases.BETWEEN)
+    phases.note("reading", 7100)  # The same step is taken again.
+    assert phases.now().since > first
+    phases.note("evaluating", 7100)
+    first = phases.now().since
+    phases.note("evaluating")  # The next batch.
+    assert phases.now().since > first
+    phases.note(phases.COMPILING)
+    first = phases.now().since
+    phases.note("evaluating")
+    phases.note(phases.COMPILING)
+    assert phases.now().since == first
+    phases.note("reading", 7101)
+    phases.note(phases.COMPILING)
+    assert phases.now().since > first
+
+
 def test_a_compilation_is_a_phase_within_the_one_around_it():
     watch._note_compiling()
     phases.note("reading", 8000)
@@ -242,6 +268,62 @@ def test_a_function_that_a_compiled_program_calls_back_is_code_of_ones_own():
     assert re.match(r"test_watch\.py:\d+ code < test_watch\.py:\d+ slow", where)
 
 
+def in_call(call):
+    """What another thread sees of the main thread while it waits within a call."""
+    found, seen = [], threading.Event()
+
+    def look():
+        time.sleep(0.2)
+        found.append(code_of_main())
+        seen.set()
+
+    threading.Thread(target=look).start()
+    call(seen.wait)
+    return found[0]
+
+
+def test_code_of_the_program_waits_and_a_users_of_the_same_name_does_not():
+    with MetricMeans() as means:
+
+        def flush(wait):
+            means._engine.submit(wait)
+            means.flush()
+
+        where, is_own = in_call(flush)
+    assert re.match(r"distributed\.py:\d+ flush < test_watch", where)
+    assert not is_own
+    names = {"__name__": "train.data"}
+    exec(compile("def read(wait):\n  wait()", "/home/me/train/data.py", "exec"), names)
+    where, is_own = in_call(names["read"])
+    assert where.startswith("data.py:2 read")
+    assert is_own
+
+
+def test_a_garbage_collection_is_neither_the_place_nor_a_function_called_back():
+    seen, done = [], threading.Event()
+
+    def look():
+        while len(seen) < 200:
+            seen.append(code_of_main())
+            time.sleep(0.001)
+        done.set()
+
+    def collect():
+        while not done.is_set():
+            gc.collect(0)
+            time.sleep(0)
+
+    threads = [threading.Thread(target=look), threading.Thread(target=collect)]
+    for thread in threads:
+        thread.start()
+    while not done.is_set():
+        gc.collect(0)
+    for thread in threads:
+        thread.join()
+    assert not [where for where, _ in seen if not where.startswith("test_watch.py")]
+    assert not [where for where, _ in seen if "collect <" in where]
+
+
 def watched(deadline, **arguments):
     ends = []
     end = lambda *x: ends.append(x)  # noqa: E731
@@ -270,6 +352,61 @@ def test_phases_that_go_on_are_not_late():
         time.sleep(0.1)
     watch.close()
     assert not ends
+
+
+ALWAYS_AGAIN = """
+import ctypes
+import random
+import time
+
+import jax
+
+from decentjax.distributed.watch import watch
+from decentjax.process import phases
+
+
+def hold():
+    ctypes.PyDLL(None).sleep(1000)  # With Python's lock.
+
+
+def compile_again():
+    jax.jit(lambda x: x * random.random())(1.0)
+
+
+def note_again():
+    phases.note("reading", 1)
+
+
+watch(1.0)
+phases.note("reading", 0)
+phases.note("reading", 1)
+while True:
+    WHAT()
+    time.sleep(0.1)
+"""
+
+
+def always(what):
+    script = ALWAYS_AGAIN.replace("WHAT", what)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["compile_again", "note_again"])
+def test_a_step_that_does_the_same_again_and_again_is_late(what):
+    code, errors = always(what)
+    assert code == 72, errors
+    assert re.search(r"process 0 is late: (reading|compiling), step 1, for", errors)
+
+
+@pytest.mark.slow
+def test_a_process_on_its_own_that_holds_pythons_lock_ends_and_shows_where():
+    code, errors = always("hold")
+    assert code == -signal.SIGALRM, errors
+    assert "in hold\n" in errors
 
 
 BLOCKED = """
@@ -364,6 +501,27 @@ def test_a_stuck_job_is_started_again_and_ends_well(tmp_path):
     assert "process 1 is late: reading, step 12" in output
 
 
+@pytest.mark.slow
+def test_a_process_0_that_is_frozen_is_named_with_what_it_did(tmp_path):
+    options = "--num-steps 100000 --distributed.step-deadline 3"
+    with launch(2, tmp_path, *options.split()) as job:
+        read_until(job, "step 30/100000")
+        os.kill(of_run(tmp_path)[0], signal.SIGSTOP)
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 72, output
+    line = r"process 0 gives no sign: it is frozen.*; last seen .*steps? \d\d+"
+    assert re.search(line, output), output
+
+
+@pytest.mark.slow
+def test_process_0_has_a_deadline_after_the_last_step_too(tmp_path):
+    options = "--task.score-seconds 1000 --distributed.step-deadline 3"
+    with launch(2, tmp_path, *options.split()) as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 72, output
+    assert "process 0 is late: showing results, step 11, for" in output
+
+
 STOPPED = """
 import time
 from decentjax.process import phases
@@ -375,6 +533,9 @@ phases.note("reading", 1)  # The first step has longer.
 print("reads", flush=True)
 for _ in range(30):  # Which a stop does not shorten.
     time.sleep(0.1)
+for step in range(60):  # Nor does the alarm end it later.
+    phases.note("reading", step)
+    time.sleep(0.1)
 """
 
 
@@ -384,9 +545,9 @@ def test_a_process_that_is_stopped_for_a_while_is_not_late():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "reads\n"
-        time.sleep(1)
+        time.sleep(2)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(12)
+        time.sleep(14)
         process.send_signal(signal.SIGCONT)
         assert process.wait(LONG) == 0
 

@@ -143,6 +143,55 @@ def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path
     assert steps(tmp_path) == [15, 20]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["scoring", "ending"])
+def test_a_signal_after_the_last_step_ends_whatever_runs_with_code_0(when, tmp_path):
+    """As a compiler, in which Python runs no handler, and Python's own end."""
+    (tmp_path / "config.py").write_text(ENDS_SLOWLY.replace("WHEN", when))
+    with training(tmp_path / "run", config=tmp_path / "config.py") as process:
+        read_until(process, when)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.5 * REPEAT_SECONDS)
+        process.send_signal(signal.SIGTERM)
+        output, errors = ended(process)
+    assert process.returncode == 0, errors
+    assert ("20 steps are saved: decentjax evaluate" in output) == (when == "scoring")
+    assert steps(tmp_path / "run") == [15, 20]
+
+
+ENDS_SLOWLY = """
+import dataclasses
+import hashlib
+import os
+import sys
+import time
+
+import tests.line
+
+
+class Slow:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"ending\\n")
+        sleep(3)
+
+
+class Line(tests.line.Line):
+    def build(self):
+        return super().build()._replace(sample=sample)
+
+
+def sample(params, model_state):
+    print("scoring", flush=True)
+    if "WHEN" == "scoring":
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
+    sys.kept = Slow()
+    return "a line"
+
+
+config = dataclasses.replace(tests.line.config, task=Line())
+"""
+
+
 FAILS_BESIDE_A_THREAD = """
 import dataclasses
 import threading
