@@ -179,7 +179,7 @@ def test_a_file_of_terabytes_of_nothing_is_not_read(run_dir):
         file.truncate(2**42)
     hashes = dict.fromkeys(manifest._files(path), "any")
     (path / MANIFEST).write_text(json.dumps({"sha256": hashes}))
-    with pytest.raises(ValueError, match="file with holes, state/manifest.ocdbt:"):
+    with pytest.raises(ValueError, match=r"with holes, state/manifest\.ocdbt:"):
         check_files(path, part="state/manifest")
 
 
@@ -212,7 +212,7 @@ def test_chunks_that_would_fill_the_memory_are_not_read(run_dir):
     store.write("params.b/.zarray", json.dumps(about).encode()).result()
     (path / MANIFEST).unlink()
     write_manifest(path)
-    reason = r"step 20 of .*run cannot be used: its params\.b .* in chunks of \(10000000"
+    reason = r"step 20 of .*run cannot be used: its params\.b .* in chunks of \(10{10}"
     with pytest.raises(ValueError, match=reason):
         read_trained(run_dir, 20, ["tests.line"])
     with pytest.raises(ValueError, match=reason):
