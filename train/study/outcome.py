@@ -23,17 +23,21 @@ Report = Callable[[int, str], None]
 """A function of the number of steps done and a phrase, for a progress line."""
 
 Group = TypeVar("Group")
-Numbers = list[float | None]
+SeedNumbers = list[float | None]
 # What a file has of an outcome, and of its rows beside their step.
 FORMS: dict[str, Any] = {
     "seconds": float,
-    **dict.fromkeys(("training_loss", "consensus_distance"), Numbers),
-    **dict.fromkeys(("judged", "sent"), dict[str, Numbers]),
-    "workers": dict[str, list[Numbers]],
+    **dict.fromkeys(("training_loss", "consensus_distance"), SeedNumbers),
+    **dict.fromkeys(("judged", "sent"), dict[str, SeedNumbers]),
+    "workers": dict[str, list[SeedNumbers]],
     "tensors": list[str],
     **dict.fromkeys(("losses", "evaluations", "dispersion"), list[list[Any]]),
 }
-ROWS = {"losses": Numbers, "evaluations": dict[str, Numbers], "dispersion": dict}
+ROWS = {
+    "losses": SeedNumbers,
+    "evaluations": dict[str, SeedNumbers],
+    "dispersion": dict,
+}
 
 
 class SeedsOutcome(NamedTuple):
