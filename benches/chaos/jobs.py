@@ -138,11 +138,8 @@ class JobUnderTest(contextlib.AbstractContextManager):
           BrokenError: if it does not end, or with another code.
         """
         if (found := self.wait(seconds)) not in codes:
-            wanted = " or ".join(map(str, codes))
-            said = last_line(self.output)
-            raise BrokenError(
-                f"ended with code {found}, not with code {wanted}: {said}"
-            )
+            wanted, said = " or ".join(map(str, codes)), last_line(self.output)
+            raise BrokenError(f"ended with code {found}, not with {wanted}: {said}")
         return self.output
 
 

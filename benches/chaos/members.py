@@ -108,7 +108,7 @@ def run(
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             name, target = draw.choice(faults), draw.randrange(bench.processes)
-            hang = next(hangs) if name == "stuck" else "asleep"
+            hang: Hang = next(hangs) if name == "stuck" else "asleep"
             yield _Fault(bench, job, name, target, hang).hit()
             time.sleep(draw.uniform(1, 4))
         job.popen.send_signal(signal.SIGTERM)
@@ -134,7 +134,8 @@ class _Fault:
     def __init__(
         self, bench: Bench, job: JobUnderTest, name: str, target: int, hang: Hang
     ):
-        self._job, self._name, self._target, self._hang = job, name, target, hang
+        self._job, self._name, self._target = job, name, target
+        self._hang: Hang = hang
         self._orders = bench.orders("elastic")
         self._others = [i for i in range(bench.processes) if i != target]
         self._gap = 0.0
