@@ -25,6 +25,6 @@ config = dataclasses.replace(
     name="drift",
     task=Drift(step_seconds=0.05),
     optimizer=OptimizerConfig(
-        name="sgd", learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, decay="steps"
+        name="adam", learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, decay="steps"
     ),
 )

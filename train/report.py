@@ -198,9 +198,7 @@ def _results(parts: list[History]) -> str:
 
 
 def _lead(run: History) -> str:
-    name, value = next(iter(run.evaluations()[-1]["mean_model"].items()))
-    name = run.facts.get("headline", name)
-    value = run.evaluations()[-1]["mean_model"].get(name, value)
+    name, value = run.headline, run.evaluations()[-1]["mean_model"][run.headline]
     # A process of peers scores its own workers alone.
     of = "own workers' mean model" if "/" in run.name else "mean model"
     return (
@@ -244,7 +242,7 @@ def _median(run: History, what: str) -> float:
 def _other_scores(run: History) -> list[list[str]]:
     """Rows of simpler models, and of the test scores of what the model generates."""
     results = measured(run.facts.get("results", {}))
-    headline = run.facts.get("headline", "")
+    headline = run.headline
     baselines = [
         [run.name, name, f"{quantity(score, run.unit(headline))} {words(headline)}"]
         for name, score in results.get("baselines", {}).items()

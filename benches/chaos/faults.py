@@ -17,6 +17,7 @@ from benches.chaos.jobs import (
     JobUnderTest,
     MissedError,
     arrays,
+    ends_in,
     module,
     saved,
 )
@@ -31,7 +32,8 @@ RESTARTS = 3
 DEADLINE = 6  # Seconds that a phase of a step may take.
 STUCK_IN = ("reading", "computing", "in on_step", "saving")
 STALL_SECONDS, SLOW_SECONDS = 1.0, 4.0
-NOT_FINITE, LATE = 71, 72
+INVALID, FAILED, NOT_FINITE, LATE = 1, 70, 71, 72
+IS_LATE, KILLED = f"with exit code {LATE}", "killed by SIGKILL"
 DISK_BYTES = 64 * 2**20
 RESTART = "warning: restart"
 AGAIN = f"{RESTART} 1 of"
@@ -160,35 +162,40 @@ def _hanging(
         yield job, process
 
 
-def _target(job: JobUnderTest, draw: random.Random) -> int:
-    """The process id of a process of the job."""
+def _target(job: JobUnderTest, draw: random.Random) -> tuple[int, int]:
+    """The number of a process of the job, and its process id."""
     processes = sorted(job.processes().items())
     if not processes:
         raise MissedError
-    return draw.choice(processes)[1]
+    return draw.choice(processes)
 
 
 def kill(bench: Bench, name: str, draw: random.Random) -> float:
     """Seconds until the job has ended, to start again."""
     with _restarting(bench, name, draw) as job:
-        os.kill(_target(job, draw), signal.SIGKILL)
-        return job.says(AGAIN)
+        number, pid = _target(job, draw)
+        os.kill(pid, signal.SIGKILL)
+        seconds = job.says(AGAIN)
+    if (first := ends_in(job.output)[0]) != (number, KILLED):
+        raise BrokenError(f"process {number} was killed, and first ended {first}")
+    return seconds
 
 
 def freeze(bench: Bench, name: str, draw: random.Random) -> float:
     with _restarting(bench, name, draw) as job:
-        os.kill(_target(job, draw), signal.SIGSTOP)
+        _, pid = _target(job, draw)
+        os.kill(pid, signal.SIGSTOP)
         seconds = job.says(AGAIN)
-    _check_words(job.output, "gives no sign")
+    _check_late(job, "gives no sign")
     return seconds - DEADLINE
 
 
 def stall(bench: Bench, name: str, draw: random.Random) -> float:
     with _restarting(bench, name, draw) as job:
-        target = _target(job, draw)
-        os.kill(target, signal.SIGSTOP)
+        _, pid = _target(job, draw)
+        os.kill(pid, signal.SIGSTOP)
         time.sleep(STALL_SECONDS)
-        os.kill(target, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     return job.output.count(RESTART)
 
 
@@ -199,7 +206,7 @@ def stuck(bench: Bench, name: str, draw: random.Random) -> float:
     with _hanging(bench, name, draw, order) as (job, process):
         seconds = job.says(AGAIN)
     late = "gives no sign" if how == "locked" else f"is late: {phase}, step"
-    _check_words(job.output, f"process {process} {late}")
+    _check_late(job, f"process {process} {late}")
     return seconds - DEADLINE * (LONG_TIMES if phase in LONG else 1)
 
 
@@ -240,8 +247,8 @@ def corrupt(bench: Bench, name: str, draw: random.Random) -> float:
     whole[draw.randrange(len(whole))] ^= draw.randrange(1, 256)
     file.write_bytes(whole)
     with bench.resume(name, bench.out / name) as job:
-        if job.wait() and len(steps) == 1:  # There is no older one to take.
-            _check_words(job.output, "error: ")
+        if len(steps) == 1:  # There is no older one to take.
+            _check_words(job.end(INVALID), "error: ")
             return 0
         output = job.end(0)
     bench.check_saved(bench.out / name)
@@ -262,7 +269,7 @@ def full_disk(bench: Bench, name: str, draw: random.Random) -> float:
             while True:
                 file.write(bytes(2**16))
         began = time.monotonic()
-        _check_words(job.end(None), "no space left", "error: ")
+        _check_words(job.end(FAILED), "no space left", "error: ")
         seconds = time.monotonic() - began
     filler.unlink()
     if find_checkpoints(run_dir).steps:  # It was not full before the first save.
@@ -298,13 +305,20 @@ def partition(bench: Bench, name: str, draw: random.Random) -> float:
         began = time.monotonic()
         try:
             for job in jobs:
-                _check_words(job.end(None), "error: ")
+                _check_words(job.end(FAILED, LATE), "error: ")
             seconds = time.monotonic() - began
         finally:
             bench.nodes.set_link(node, up=True)
     if find_checkpoints(run_dir).steps:
         bench.check_resumed(name, run_dir)
     return seconds - DEADLINE
+
+
+def _check_late(job: JobUnderTest, words: str) -> None:
+    """Raises where a process was not given up as late, with these words."""
+    _check_words(job.output, words)
+    if (found := ends_in(job.output)[0][1]) != IS_LATE:
+        raise BrokenError(f"ended {found}, not {IS_LATE}")
 
 
 def _check_words(output: str, *words: str) -> None:

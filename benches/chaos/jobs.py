@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from train.store.log import read_metrics
 
 LONGEST = 180.0  # Seconds that a job may take for what is awaited of it.
 POLL_SECONDS = 0.02
+ENDS = re.compile(r"process (\d+) ended(?: first)?, (with exit code \d+|killed by \w+)")
 
 
 class BrokenError(Exception):
@@ -125,22 +127,25 @@ class JobUnderTest(contextlib.AbstractContextManager):
         except subprocess.TimeoutExpired as error:
             raise BrokenError(f"did not end within {seconds:.0f} s") from error
 
-    def end(self, code: int | None, seconds: float = LONGEST) -> str:
+    def end(self, *codes: int, seconds: float = LONGEST) -> str:
         """Waits for its end, and returns its output.
 
         Args:
-          code: exit code that it must have; None for any but 0.
+          *codes: exit codes of which it must have one.
           seconds: longest wait.
 
         Raises:
           BrokenError: if it does not end, or with another code.
         """
-        found = self.wait(seconds)
-        if (found == 0) if code is None else (found != code):
-            wanted = "an error" if code is None else f"code {code}"
-            said = last_line(self.output)
+        if (found := self.wait(seconds)) not in codes:
+            wanted, said = " or ".join(map(str, codes)), last_line(self.output)
             raise BrokenError(f"ended with code {found}, not with {wanted}: {said}")
         return self.output
+
+
+def ends_in(output: str) -> list[tuple[int, str]]:
+    """The processes that a launcher saw fail, and how, such as "killed by SIGKILL"."""
+    return [(int(number), how) for number, how in ENDS.findall(output)]
 
 
 def module(name: str, *argv: object) -> list[str]:

@@ -1,5 +1,6 @@
 """An elastic run whose workers fail at random, one after the other."""
 
+import itertools
 import math
 import os
 import random
@@ -12,9 +13,16 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from benches.chaos.faults import DEADLINE, IN_TIME, SLOW_SECONDS, Bench
-from benches.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
-from benches.chaos.planted import ChaosOrder, SketchedModel, give, models, taken
+from benches.chaos.faults import DEADLINE, IN_TIME, IS_LATE, KILLED, SLOW_SECONDS, Bench
+from benches.chaos.jobs import (
+    LONGEST,
+    BrokenError,
+    JobUnderTest,
+    ends_in,
+    last_line,
+    last_step,
+)
+from benches.chaos.planted import ChaosOrder, Hang, SketchedModel, give, models, taken
 from train.figures.members_figure import draw_members, lives
 from train.run.history import History
 from train.store.checkpoints import find_checkpoints
@@ -24,6 +32,7 @@ ENDLESS = 10**9
 GAP_SECONDS = 10.0  # Longest step of the others, on cores that all share.
 BACK_SECONDS = 120.0  # Longest return, beyond the time of the fault itself.
 NEARER = 0.5  # Distance from a peer's model, over that from the own old one.
+LEAST_MOMENTS = 0.5  # Their norm, over that of a peer's.
 FARTHER = 4.0  # Times the peers' distances that the old model must be from them.
 _RETURNS = "the others continue, and it comes back with a peer's model"
 PROMISES = {
@@ -32,9 +41,12 @@ PROMISES = {
     "stuck": f"ends by itself after its deadline; {_RETURNS}",
     "slow": "the others continue, and it continues with its own model",
 }
+# How the launcher sees one end that hangs, and with Python's lock.
+ENDS_OF_HANGS: dict[Hang, str] = {"asleep": IS_LATE, "locked": "killed by SIGALRM"}
 LIMIT = (
     f"{GAP_SECONDS:g} s for a step of the others; {BACK_SECONDS:g} s to return; "
-    f"{NEARER:g} x the distance from its old model"
+    f"{NEARER:g} x the distance from its old model; at least {LEAST_MOMENTS:g} x the "
+    "moments"
 )
 
 
@@ -49,6 +61,8 @@ class Hit(NamedTuple):
       gap: longest time in which another process logged no step, meanwhile.
       nearer: distance of its first model from a peer's of that step, over that from
         its own before the fault; NaN where these tell nothing.
+      moments: norm of its first moments over that of peers of that step; NaN of an
+        optimizer without, or where the process continues with its own.
       wrong: what else was not as promised; empty for nothing.
     """
 
@@ -57,7 +71,8 @@ class Hit(NamedTuple):
     time: float
     back: float
     gap: float
-    nearer: float
+    nearer: float = math.nan
+    moments: float = math.nan
     wrong: str = ""
 
     @property
@@ -71,6 +86,8 @@ class Hit(NamedTuple):
             parts.append(f"it came back after {self.back:.1f} s")
         if self.nearer > NEARER:  # Not where it is NaN.
             parts.append(f"it came back with another model, {self.nearer:.2f} x")
+        if self.moments < LEAST_MOMENTS:
+            parts.append(f"it came back with {self.moments:.2f} x a peer's moments")
         return "; ".join(parts)
 
 
@@ -82,7 +99,7 @@ def run(
     Raises:
       BrokenError: if the run does not begin, or does not end well.
     """
-    bench = bench.planted("elastic")
+    bench, hangs = bench.planted("elastic"), itertools.cycle(ENDS_OF_HANGS)
     options = ("--num-steps", str(ENDLESS), "--topology.name", "ring", *IN_TIME)
     options += ("--exchange.silent-seconds", str(SILENT))
     with bench.launch("elastic", *options, launcher=["--elastic"]) as job:
@@ -91,7 +108,8 @@ def run(
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             name, target = draw.choice(faults), draw.randrange(bench.processes)
-            yield _Fault(bench, job, name, target).hit()
+            hang: Hang = next(hangs) if name == "stuck" else "asleep"
+            yield _Fault(bench, job, name, target, hang).hit()
             time.sleep(draw.uniform(1, 4))
         job.popen.send_signal(signal.SIGTERM)
         job.end(0)
@@ -110,10 +128,14 @@ class _Fault:
       job: the elastic run.
       name: name of the fault.
       target: number of the process.
+      hang: how it is stuck or slow.
     """
 
-    def __init__(self, bench: Bench, job: JobUnderTest, name: str, target: int):
+    def __init__(
+        self, bench: Bench, job: JobUnderTest, name: str, target: int, hang: Hang
+    ):
         self._job, self._name, self._target = job, name, target
+        self._hang: Hang = hang
         self._orders = bench.orders("elastic")
         self._others = [i for i in range(bench.processes) if i != target]
         self._gap = 0.0
@@ -130,21 +152,31 @@ class _Fault:
         if self._name in ("stuck", "slow"):
             seconds = SLOW_SECONDS if self._name == "slow" else 1e6
             began = taken(self._orders, target)
-            give(self._orders, target, ChaosOrder("reading", seconds))
+            order = ChaosOrder("reading", seconds, how=self._hang)
+            give(self._orders, target, order)
             job.until(lambda: taken(self._orders, target) != began, "hang")
         before, at = models(self._orders, target)[-1], time.time()
-        named = job.output.count(f"process {target} is late: ")
+        said = len(job.output)
         if self._name in ("kill", "freeze"):
             os.kill(pid, signal.SIGKILL if self._name == "kill" else signal.SIGSTOP)
         first = self._until_back(before, pid)
-        nearer = math.nan if self._name == "slow" else self._nearer(before, first)
-        wrong = ""
-        if self._name == "slow" and first.life != before.life:
-            wrong = "it was started again"
-        is_named = job.output.count(f"process {target} is late: ") > named
-        if self._name == "stuck" and not is_named:
-            wrong = "it was not named"
-        return Hit(self._name, target, at, first.time - at, self._gap, nearer, wrong)
+        hit = Hit(self._name, target, at, first.time - at, self._gap)
+        hit = hit._replace(wrong=self._wrong(job.output[said:]))
+        if self._name == "slow":  # It has its own model still.
+            return hit
+        nearer, moments = self._nearer(before, first), self._moments(first)
+        return hit._replace(nearer=nearer, moments=moments)
+
+    def _wrong(self, output: str) -> str:
+        """How the process did not end, or was not named, as promised."""
+        ends = [how for number, how in ends_in(output) if number == self._target]
+        wanted = {"kill": KILLED, "stuck": ENDS_OF_HANGS[self._hang]}.get(self._name)
+        if (first := next(iter(ends), None)) != wanted:
+            return f"it ended {first}, not {wanted}"
+        is_named = f"process {self._target} is late: " in output
+        if self._name == "stuck" and self._hang == "asleep" and not is_named:
+            return "it was not named"
+        return ""
 
     def _until_back(self, before: SketchedModel, pid: int) -> SketchedModel:
         """Waits for the first model after the fault, and measures the others."""
@@ -201,6 +233,12 @@ class _Fault:
             return math.nan
         return min(_distance(first, x) for x in newest) / _distance(first, before)
 
+    def _moments(self, first: SketchedModel) -> float:
+        """Norm of the moments of a model over the median of its peers'."""
+        peers = [x for i in self._others for x in models(self._orders, i)]
+        norms = [x.moments for x in peers if abs(x.step - first.step) <= 2]
+        return first.moments / median if (median := np.median(norms or 0)) else math.nan
+
 
 def _distance(model: SketchedModel, other: SketchedModel) -> float:
     return float(np.linalg.norm(model.sketch - other.sketch))
@@ -224,5 +262,7 @@ def worst(hits: Sequence[Hit]) -> str:
     """The worst of what was measured."""
     ratios = [hit.nearer for hit in hits if not np.isnan(hit.nearer)]
     moved = f"; {max(ratios):.2f} x" if ratios else ""
+    moments = [hit.moments for hit in hits if not np.isnan(hit.moments)]
+    moved += f"; {min(moments):.2f} x the moments" if moments else ""
     gap, back = max(hit.gap for hit in hits), max(hit.back for hit in hits)
     return f"{gap:.1f} s; {back:.1f} s{moved}"

@@ -5,6 +5,7 @@ The parts of the program do what they do in any run; the fault is where a phase 
 
 import ctypes
 import json
+import math
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from train.plain_files import write_whole
 
 Hang = Literal["asleep", "locked"]
 SKETCH_SIZE = 64
+MOMENTS = {"mu", "nu", "trace", "momentum"}
 READ_BYTES = 2**20  # Of the newest models of a process, some 700 of them.
 CONFIG = """\
 import dataclasses
@@ -62,12 +64,14 @@ class SketchedModel(NamedTuple):
       step: number of steps done.
       sketch: sums of its entries with random signs, whose distances are about those of
         the models.
+      moments: norm of its optimizer's moments, 0 of one without.
     """
 
     time: float
     life: int
     step: int
     sketch: np.ndarray
+    moments: float
 
 
 def plant(config: str, folder: Path, path: Path) -> Path:
@@ -105,7 +109,7 @@ def models(folder: Path, process: int) -> list[SketchedModel]:
         # The first may be cut, and the last may be written right now.
         lines = file.read().split(b"\n")[start > 0 : -1]
     rows = map(json.loads, lines)
-    return [SketchedModel(t, life, step, np.array(x)) for t, life, step, x in rows]
+    return [SketchedModel(t, i, n, np.array(x), norm) for t, i, n, x, norm in rows]
 
 
 def obey(folder: str) -> None:
@@ -138,7 +142,8 @@ def _hang(order: ChaosOrder, path: Path) -> None:
 def record(folder: str, step: int, state: WorkerState) -> None:
     """Records the model of this process's first worker; called after each step."""
     if (process := number_in(sys.argv)) is not None:
-        row = time.time(), os.getpid(), step, sketch(state.params).tolist()
+        when = time.time(), os.getpid(), step
+        row = *when, sketch(state.params).tolist(), moments_norm(state.opt_state)
         with Path(folder, f"models-{process}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -148,11 +153,26 @@ def sketch(params: Any) -> np.ndarray:
     total = np.zeros(SKETCH_SIZE)
     random = np.random.default_rng(0)
     for leaf in jax.tree.leaves(params):
-        row = np.asarray(leaf.addressable_shards[0].data, np.float64)[0].ravel()
+        row = _first_row(leaf)
         places = random.integers(0, SKETCH_SIZE, row.size)
         signs = random.choice([-1.0, 1.0], row.size)
         np.add.at(total, places, signs * row)
     return total
+
+
+def moments_norm(opt_state: Any) -> float:
+    """Norm of the first worker's moments, as optax names them, of this process."""
+    leaves = jax.tree.leaves_with_path(opt_state)
+    rows = [
+        _first_row(leaf)
+        for path, leaf in leaves
+        if MOMENTS & {getattr(key, "name", "") for key in path}
+    ]
+    return math.hypot(*map(np.linalg.norm, rows))
+
+
+def _first_row(leaf: jax.Array) -> np.ndarray:
+    return np.asarray(leaf.addressable_shards[0].data, np.float64)[0].ravel()
 
 
 def number_in(words: Sequence[str]) -> int | None:

@@ -475,8 +475,8 @@ def test_the_first_process_draws_the_secret_and_all_have_it(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "text", "words"),
     [
-        (0o640, "x" * 32, "other users can read or change, with mode 640"),
-        (0o602, "x" * 32, "other users can read or change, with mode 602"),
+        (0o640, "x" * 32, "other users can read or change .*/secret, .* mode 640"),
+        (0o602, "x" * 32, "other users can read or change .*/secret, .* mode 602"),
         (0o600, "short\n", "must hold a secret of 16 to 4096 bytes, got 5"),
         (0o600, "", "must hold a secret of 16 to 4096 bytes, got 0"),
         (0o600, "x" * 5000, "must hold a secret of 16 to 4096 bytes, got 4097"),
@@ -490,6 +490,27 @@ def test_a_secret_is_private_and_long(mode, text, words, tmp_path):
         read_secret(path)
     with pytest.raises(ValueError, match=words):
         shared_secret(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o710])
+def test_a_folder_of_a_secret_is_private(mode, tmp_path):
+    """One that was there before, in which others could replace the secret."""
+    peers = tmp_path / "peers"
+    peers.mkdir()
+    peers.chmod(mode)
+    with pytest.raises(ValueError, match=f"change .*/peers, which .* mode {mode:o}"):
+        shared_secret(peers)
+    peers.chmod(0o700)
+    assert shared_secret(peers) == read_secret(peers / "secret")
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["peers", "peers/secret"])
+def test_a_secret_of_another_user_is_not_taken(name, tmp_path):
+    shared_secret(tmp_path / "peers")
+    os.chown(tmp_path / name, 65534, 65534)
+    with pytest.raises(ValueError, match=f"change .*{name}, which user 65534 owns"):
+        shared_secret(tmp_path / "peers")
 
 
 def test_given_addresses_need_a_given_secret(tmp_path):

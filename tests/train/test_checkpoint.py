@@ -12,17 +12,19 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests import line, saving, tiny
 from tests.changes import changed
 from tests.checkout import ENV, ROOT
-from tests.jobs import LONG
+from tests.jobs import LONG, started
 from train.checkpoint import main, named
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
@@ -36,7 +38,7 @@ from train.store.checkpoints import (
     restore,
     verify,
 )
-from train.store.manifest import MANIFEST, OTHERS, check_files
+from train.store.manifest import MANIFEST, OTHERS, check_files, write_manifest
 
 LINE = line.config
 
@@ -168,6 +170,53 @@ def test_an_old_checkpoint_that_stays_ends_no_run(tmp_path, monkeypatch, capsys)
     assert outcome.step == 20
     assert "checkpoints/5 could not be removed: Direct" in capsys.readouterr().err
     assert list(find_checkpoints(tmp_path).steps) == [15, 20]
+
+
+def test_a_file_of_terabytes_of_nothing_is_not_read(run_dir):
+    path = run_dir / "checkpoints" / "20"
+    (path / MANIFEST).unlink()
+    with (path / "state" / "manifest.ocdbt").open("ab") as file:
+        file.truncate(2**42)
+    hashes = dict.fromkeys(manifest._files(path), "any")
+    (path / MANIFEST).write_text(json.dumps({"sha256": hashes}))
+    with pytest.raises(ValueError, match=r"with holes, state/manifest\.ocdbt:"):
+        check_files(path, part="state/manifest")
+
+
+HASHES = """
+import os, signal, sys, threading
+from pathlib import Path
+from train.store import manifest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+manifest._hashes(Path(sys.argv[1]), ["large"])
+"""
+
+
+def test_ctrl_c_waits_for_no_rest_of_a_large_file(tmp_path):
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**42)
+    with started(sys.executable, "-c", HASHES, str(tmp_path)) as process:
+        output, _ = process.communicate(timeout=LONG)
+    assert output.endswith("KeyboardInterrupt\n")
+
+
+def test_chunks_that_would_fill_the_memory_are_not_read(run_dir):
+    """A file of kilobytes may have chunks of any size, which are allocated whole."""
+    path = run_dir / "checkpoints" / "20"
+    spec = {"driver": "ocdbt", "base": f"file://{path / 'state'}/"}
+    store: Any = tensorstore.KvStore.open(spec).result()
+    about = json.loads(store.read("params.b/.zarray").result().value)
+    about["chunks"] = [10**10]
+    store.write("params.b/.zarray", json.dumps(about).encode()).result()
+    (path / MANIFEST).unlink()
+    write_manifest(path)
+    reason = r"step 20 of .*run cannot be used: its params\.b .* in chunks of \(10{10}"
+    with pytest.raises(ValueError, match=reason):
+        read_trained(run_dir, 20, ["tests.line"])
+    with pytest.raises(ValueError, match=reason):
+        train(LINE, run_dir, Resume(20))
 
 
 def test_each_process_of_a_job_reads_a_part_of_the_files(run_dir):

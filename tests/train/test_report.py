@@ -83,6 +83,25 @@ def test_the_page_says_how_the_run_was_made_and_what_came_of_it(tmp_path):
     assert "<td>method</td>" not in page
 
 
+def test_a_headline_that_the_rows_lack_is_an_error(tmp_path):
+    run = make_run(tmp_path / "run", 2.5)
+    (run / "run.json").write_text(json.dumps({**FACTS, "headline": "bleu"}))
+    reason = "run/run.json: headline must be .*, one of bits_per_byte, got 'bleu'"
+    with pytest.raises(ValueError, match=reason):
+        write_report([run], tmp_path / "page.html")
+
+
+def test_only_rows_with_the_headline_are_drawn(tmp_path):
+    """As of a task whose headline has changed since."""
+    run = make_run(tmp_path / "run", 2.5)
+    row = {"step": 0, "seconds": 0.5, "mean_model": {"x": 1.0}, "workers": [{"x": 1.0}]}
+    rows = (run / METRICS).read_text()
+    (run / METRICS).write_text(json.dumps(row) + "\n" + rows)
+    (run / "run.json").write_text(json.dumps(FACTS))
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert "<b>2.5</b> held-out bits per byte" in page
+
+
 def test_numbers_that_are_not_finite_are_shown_as_such(tmp_path):
     """Of each kind, and in all rows: null is what the files have."""
     run = make_run(tmp_path / "run", 2.5)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from train.cli.times import now
+from train.printable import printable, printable_output
 
 # For the signals SIGINT and SIGPIPE, 128 plus their number, as in shells.
 INTERRUPTED, CLOSED = 130, 141
@@ -94,8 +95,8 @@ def command() -> Iterator[None]:
     """Runs a command: its errors end it with a sentence and an exit code.
 
     Only bugs of this project keep their traceback. None but their owner can change the
-    files that it makes, whatever the umask. Characters that the output's encoding does
-    not have are printed as escapes.
+    files that it makes, whatever the umask. Control characters, and those that the
+    output's encoding does not have, are printed as escapes.
     """
     os.umask(os.umask(0o077) | 0o022)
     _print_any_text()
@@ -103,7 +104,8 @@ def command() -> Iterator[None]:
     warnings.formatwarning = lambda text, *_, **__: f"{now()} warning: {text}\n"
     try:
         try:
-            yield
+            with printable_output():
+                yield
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # Here, not at exit, where nothing catches errors.
@@ -113,12 +115,14 @@ def command() -> Iterator[None]:
         if closed:
             raise SystemExit(CLOSED) from error
         text = sentence(error)
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            raise SystemExit(printable(error.code)) from error
         if text is None:
             raise
         if isinstance(error, KeyboardInterrupt):
             print(text, file=sys.stderr)
             raise SystemExit(INTERRUPTED) from error
-        raise SystemExit(f"error: {text}") from error
+        raise SystemExit(printable(f"error: {text}")) from error
 
 
 def end_imports_in_order() -> None:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from train.cli.plain_console import PlainConsole
 from train.cli.times import left
+from train.printable import printable
 
 T = TypeVar("T")
 
@@ -50,7 +51,7 @@ def over(items: Sequence[T], title: str, console: Console) -> Iterator[T]:
 @contextlib.contextmanager
 def progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
     """A progress bar, or without a terminal a line every SECONDS_BETWEEN."""
-    console = PlainConsole()
+    console, name = PlainConsole(), printable(name)
     if not console.is_terminal:
         last = time.monotonic()
 

@@ -4,6 +4,8 @@ import contextlib
 import sys
 import time
 
+from train.printable import printable
+
 
 def now() -> str:
     """The time, such as 2026-11-30T05:04:17Z."""
@@ -13,7 +15,7 @@ def now() -> str:
 def say(text: str) -> None:
     """Prints a line with its time on the standard error, which may be closed."""
     with contextlib.suppress(OSError):
-        print(f"{now()} {text}", file=sys.stderr, flush=True)
+        print(f"{now()} {printable(text)}", file=sys.stderr, flush=True)
 
 
 def left(seconds: float) -> str:

@@ -5,12 +5,15 @@ import mmap
 import operator
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
+
+from train.printable import terminal_of
 
 # What macOS, Windows and file servers leave in folders, beside names that begin with
 # a dot. In small letters.
@@ -88,7 +91,7 @@ def map_array(path: Path, dtype: np.typing.DTypeLike) -> np.ndarray:
 
 def progress(items: Iterable, what: str) -> Iterable:
     """Returns the items, and shows the progress on a terminal."""
-    console = Console(stderr=True)
+    console = Console(file=terminal_of(sys.stderr))
     return track(
         items,
         what,

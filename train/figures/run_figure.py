@@ -86,10 +86,9 @@ def _draw_losses(axis: Axes, run: History, against: str, color: str) -> None:
 
 def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
     """A line for the mean model, a band from the best to the worst worker."""
-    rows = run.evaluations()
+    rows, name = run.evaluations(), run.headline
     if not rows:  # It keeps its color, as in the figure of the losses.
         return
-    name: str = run.facts.get("headline") or next(iter(rows[0]["mean_model"]))
     x = [row[against] for row in rows]
     mean = [row["mean_model"][name] for row in rows]
     workers = [[scores[name] for scores in row["workers"]] for row in rows]

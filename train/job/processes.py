@@ -31,6 +31,7 @@ from train.job.restarts import (
     newest_step,
 )
 from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
+from train.printable import printable
 
 # Success, an invalid request, NaN or infinity, and a requested stop: a restart would
 # end the same way.
@@ -302,8 +303,8 @@ class _Child:
         self.in_noise = bool(_NOISE.search(line)) or (self.in_noise and not line)
         if self.in_noise:
             return b""
-        name, text = self.name.encode(), _visible(line).rstrip(b"\r")
-        if abort := _ABORT.search(line):
+        name, text = self.name.encode(), _shown(_visible(line).rstrip(b"\r"))
+        if abort := _ABORT.search(text):
             text = b"error: process %b: lost a peer: %b" % (name, abort[1])
         line = b"[%b] %b\n" % (name, text)
         self.life.hear(line)
@@ -337,6 +338,12 @@ def _say_how_to_return(child: _Child) -> None:
 def _visible(line: bytes) -> bytes:
     """Returns what a terminal shows of a line that progress has overwritten."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
+
+
+def _shown(line: bytes) -> bytes:
+    """Returns a line without a terminal's commands, in the encoding of the output."""
+    how = sys.stdout.encoding, "surrogateescape"
+    return printable(line.decode(*how)).encode(*how)
 
 
 class _Job:

@@ -24,7 +24,7 @@ def shared_secret(folder: Path, has_begun: bool = False) -> bytes:
         train, who put back one that was removed.
 
     Raises:
-      ValueError: if others than its owner may read it, or it was removed.
+      ValueError: if other users may read the folder or the secret, or it was removed.
     """
     path, end = folder / "secret", time.monotonic() + BACK_SECONDS
     while has_begun and not path.exists() and time.monotonic() < end:
@@ -39,6 +39,7 @@ def shared_secret(folder: Path, has_begun: bool = False) -> bytes:
                 "again"
             )
         _place(path, secrets.token_hex(32).encode())
+    _check_private(folder, folder.stat())  # Who can write in it can replace the secret.
     return read_secret(path)
 
 
@@ -55,16 +56,11 @@ def read_secret(path: Path) -> bytes:
     """Returns the secret in a file.
 
     Raises:
-      ValueError: if others than its owner may read it, or its length is wrong.
+      ValueError: if other users may read it, or its length is wrong.
     """
     with open_plain(path) as file:
-        mode = os.fstat(file.fileno()).st_mode
+        _check_private(path, os.fstat(file.fileno()))
         found = file.read(MAX_SECRET_BYTES + 1).strip()
-    if mode & 0o077:
-        raise ValueError(
-            f"{path} is a secret that other users can read or change, with mode "
-            f"{mode & 0o777:o}: make a new one, readable by its owner alone (chmod 600)"
-        )
     if not MIN_SECRET_BYTES <= len(found) <= MAX_SECRET_BYTES:
         raise ValueError(
             f"{path} must hold a secret of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} "
@@ -72,6 +68,16 @@ def read_secret(path: Path) -> bytes:
             f"{path})"
         )
     return found
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    """Raises a ValueError if another user than this process's may read or change it."""
+    if found.st_mode & 0o077 or found.st_uid != os.geteuid():
+        raise ValueError(
+            f"other users can read or change {path}, which user {found.st_uid} owns, "
+            f"with mode {found.st_mode & 0o777:o}: remove it, or make a new one that "
+            f"user {os.geteuid()} owns and no other can read (umask 077)"
+        )
 
 
 def _place(path: Path, secret: bytes) -> None:

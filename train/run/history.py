@@ -10,7 +10,7 @@ from decentjax.topology import Topology
 from train.cli.config_json import make, read_fields
 from train.cli.trust import find_own
 from train.config import TopologyConfig, WorkersConfig, build_plan
-from train.run.run_info import read_facts
+from train.run.run_info import FACTS, read_facts
 from train.store.folder import check_run, process_folders
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import ActivitySpan, read_timelines
@@ -52,8 +52,16 @@ class History:
         rows = [row for row in self.rows if field in row]
         return [row[against] for row in rows], [row[field] for row in rows]
 
+    @property
+    def headline(self) -> str:
+        """Name of the main score, which an early version did not record; "" of none."""
+        names = (name for row in self.rows for name in row.get("mean_model", ()))
+        return self.facts.get("headline") or next(names, "")
+
     def evaluations(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if "mean_model" in row]
+        """The rows with scores, the main one among them."""
+        name = self.headline
+        return [row for row in self.rows if name in row.get("mean_model", ())]
 
     def unit(self, score: str) -> str:
         """The unit of the loss or of a score, "" where none is known."""
@@ -81,7 +89,7 @@ def read_history(run_dir: Path) -> History:
     """Reads the folder of a run.
 
     Raises:
-      ValueError: if the folder holds no run.
+      ValueError: if the folder holds no run, or no row has its headline.
     """
     check_run(run_dir)
     # A process that has only begun has no rows yet, and may have no config.
@@ -92,4 +100,11 @@ def read_history(run_dir: Path) -> History:
         raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
     config, spans = read_fields(run_dir / "config.json"), read_timelines(run_dir)
     facts = processes[0].facts if processes else read_facts(run_dir)
-    return History(run_dir, config, rows, spans, processes, facts)
+    history = History(run_dir, config, rows, spans, processes, facts)
+    scored = [row["mean_model"] for row in rows if "mean_model" in row]
+    if scored and not history.evaluations():
+        raise ValueError(
+            f"{run_dir / FACTS}: headline must be a score in {METRICS}, one of "
+            f"{', '.join(scored[-1])}, got {history.headline!r}"
+        )
+    return history

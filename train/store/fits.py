@@ -1,6 +1,7 @@
 """Whether a saved state fits that of a run, before orbax reads it."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,18 @@ def check_fits(path: Path, state: Any, part: bool = False) -> None:
         if old != new:
             said = f"its {name} has the shape {old}, wanted {new}"
             raise MisfitError(f"{said}; {_advice([name])}")
+        _check_chunk(name, saved[name])
     _warn_of_dtypes(saved, wanted)
+
+
+def _check_chunk(name: str, saved: Any) -> None:
+    """Raises for chunks larger than their array, as reading one takes its memory."""
+    chunk = getattr(saved.storage, "chunk_shape", None) or ()
+    if math.prod(chunk) > math.prod(max(1, size) for size in saved.shape):
+        raise MisfitError(
+            f"its {name} of the shape {saved.shape} is in chunks of {chunk}, which no "
+            "run writes; take another checkpoint"
+        )
 
 
 def _warn_of_dtypes(saved: Kinds, wanted: Kinds) -> None:

@@ -14,14 +14,30 @@ import numpy as np
 from train.cli.config_json import HOOKS, from_fields, sources, to_json
 from train.cli.tables import measured, plain
 from train.config import Config
+from train.fields import fits
 from train.job.distributed import gather
 from train.job.provenance import Provenance, provenance_changes, provenance_of
-from train.plain_files import read_json, write_whole
+from train.plain_files import read_object, write_whole
 
 Report = Callable[[int, str], None]
 """A function of the number of steps done and a phrase, for a progress line."""
 
 Group = TypeVar("Group")
+SeedNumbers = list[float | None]
+# What a file has of an outcome, and of its rows beside their step.
+FORMS: dict[str, Any] = {
+    "seconds": float,
+    **dict.fromkeys(("training_loss", "consensus_distance"), SeedNumbers),
+    **dict.fromkeys(("judged", "sent"), dict[str, SeedNumbers]),
+    "workers": dict[str, list[SeedNumbers]],
+    "tensors": list[str],
+    **dict.fromkeys(("losses", "evaluations", "dispersion"), list[list[Any]]),
+}
+ROWS = {
+    "losses": SeedNumbers,
+    "evaluations": dict[str, SeedNumbers],
+    "dispersion": dict,
+}
 
 
 class SeedsOutcome(NamedTuple):
@@ -157,12 +173,12 @@ def _read(
     """The results in a file, or what has changed since they were kept."""
     if not path.exists():
         return None, []
-    found = read_json(path)
+    found = read_object(path)
     # An older version of this program has fewer fields: they have their defaults.
-    with contextlib.suppress(ValueError, KeyError):
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         found["config"] = _trained(from_fields(found["config"], trust))
     # Another version may have kept other results.
-    is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
+    is_whole = _is_whole(found.get("outcome"), len(wanted["seeds"]))
     if not is_whole or {name: found.get(name) for name in wanted} != wanted:
         return None, []
     if "provenance" not in found:
@@ -170,3 +186,17 @@ def _read(
     if changed := provenance_changes(found["provenance"], now):
         return None, changed
     return SeedsOutcome(**measured(found["outcome"])), []
+
+
+def _is_whole(outcome: Any, num_seeds: int) -> bool:
+    """Whether a file has an outcome of some seeds, of which at least one was scored."""
+    if not isinstance(outcome, dict) or outcome.keys() != FORMS.keys():
+        return False
+    if not all(fits(outcome[name], form) for name, form in FORMS.items()):
+        return False
+    rows = [(row, form) for name, form in ROWS.items() for row in outcome[name]]
+    if not all(len(row) == 2 and fits(row[1], form) for row, form in rows):
+        return False
+    scores = [x for _, row in outcome["evaluations"] for x in row.values()]
+    of_seeds = [outcome["training_loss"], *scores, *outcome["judged"].values()]
+    return bool(scores) and all(len(x) == num_seeds for x in of_seeds)

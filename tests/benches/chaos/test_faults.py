@@ -43,17 +43,17 @@ def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
             job.end(0, seconds=0.4)
     assert job.popen.poll() is not None  # Nothing is left of it.
     with run_python("print('error: why'); print('more'); exit(3)", tmp_path) as job:
-        broken = pytest.raises(BrokenError, match="code 3, not with code 0: error: why")
+        broken = pytest.raises(BrokenError, match="code 3, not with 0: error: why")
         with broken:
             job.end(0)
-        assert job.end(3) == job.end(None) == "error: why\nmore\n"
+        assert job.end(3) == job.end(1, 3) == "error: why\nmore\n"
     launched = "print('[0] error: why\\nerror: process 0 ended first, so'); exit(1)"
-    broken = pytest.raises(BrokenError, match=r"not with code 0: \[0\] error: why")
+    broken = pytest.raises(BrokenError, match=r"not with 0: \[0\] error: why")
     with run_python(launched, tmp_path) as job, broken:
         job.end(0)
     with run_python("", tmp_path) as job:
-        with pytest.raises(BrokenError, match="code 0, not with an error: it said"):
-            job.end(None)
+        with pytest.raises(BrokenError, match="code 0, not with 1 or 2: it said"):
+            job.end(1, 2)
         with pytest.raises(BrokenError, match="ended and did not come to step 1: it"):
             job.reach(1)
         with pytest.raises(BrokenError, match="ended and did not say 'a word': it"):
@@ -187,10 +187,19 @@ is_chaos = "benches.chaos" in sys.orig_argv
 """
 KEEPS_ITS_OWN = """
 from train.run.peer_run import Joiner
-join = Joiner.join
+taken = Joiner._taken
 def keeps(self, begin, *args):
-    return join(self, begin, *args)._replace(state=begin.state)
-Joiner.join = keeps
+    return taken(self, begin, *args)._replace(state=begin.state)
+Joiner._taken = keeps
+"""
+DROPS_MOMENTS = """
+import jax
+from train.run.peer_run import Joiner
+taken = Joiner._taken
+def drops(self, begin, state, *args):
+    zeros = jax.tree.map(lambda x: 0 * x, state.opt_state)
+    return taken(self, begin, state._replace(opt_state=zeros), *args)
+Joiner._taken = drops
 """
 WATCH = """
 import decentjax.distributed.watch as watch
@@ -240,7 +249,9 @@ PROMISES = [
         """,
         "code|restarts, at most 0|did not come to",
     ),
+    ("freeze", f"{WATCH}watch.LATE = 70", "with exit code 70, not with exit code 72"),
     ("stuck", limit("8 + limit_of(*args)"), "at most 7"),
+    ("stuck", f"{WATCH}watch.LATE = 70", "with exit code 70, not with exit code 72"),
     ("slow", f"{WATCH}watch.NAMED_AT = 1000.0", "did not say 'others wait"),
     ("partition", limit("20 + limit_of(*args)"), "at most 10"),
     (
@@ -258,7 +269,7 @@ PROMISES = [
         from train.store.checkpoint_writer import Checkpoints
         Checkpoints._explained = lambda self: contextlib.suppress(Exception)
         """,
-        "not with an error|did not say|did not end within",
+        "not with 70|did not say|did not end within",
     ),
     (
         "sigterm",
@@ -277,7 +288,7 @@ PROMISES = [
         loop.check_gradients = lambda *args: None
         start_run.build_check = lambda *args: lambda *args: None
         """,
-        "code 0, not with code 71",
+        "code 0, not with 71",
     ),
     ("kill, elastic", KEEPS_ITS_OWN, "another model"),
     ("freeze, elastic", KEEPS_ITS_OWN, "another model"),
@@ -293,8 +304,10 @@ PROMISES = [
         """,
         "others took|never came back|another model",
     ),
+    ("kill, elastic", DROPS_MOMENTS, "x a peer's moments"),
     ("stuck, elastic", NAMES_NONE, "it was not named"),
-    ("slow, elastic", limit("limit_of(*args) / 3"), "it was started again"),
+    ("stuck, elastic", f"{WATCH}watch.LATE = 70", "with exit code 70, not with"),
+    ("slow, elastic", limit("limit_of(*args) / 3"), "it ended with exit code 72"),
 ]
 
 
@@ -326,15 +339,19 @@ def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
 
 
 def hit(**measured):
-    found = {"back": 5.0, "gap": 1.0, "nearer": 0.1, **measured}
+    found = {"back": 5.0, "gap": 1.0, "nearer": 0.1, "moments": 1.1, **measured}
     return members.Hit("kill", 1, 0.0, **found)
 
 
 def test_a_return_is_measured_and_compared():
-    assert hit().broken == hit(nearer=math.nan).broken == ""
+    assert hit().broken == hit(nearer=math.nan, moments=math.nan).broken == ""
+    assert "with 0.03 x a peer's moments" in hit(moments=0.03).broken
     assert "others took 11.0 s" in hit(gap=11.0).broken
     assert "came back after 500.0 s" in hit(back=500.0).broken
-    assert members.worst([hit(), hit(gap=3.0, nearer=0.4)]) == "3.0 s; 5.0 s; 0.40 x"
+    assert (
+        members.worst([hit(), hit(gap=3.0, nearer=0.4)])
+        == "3.0 s; 5.0 s; 0.40 x; 1.10 x the moments"
+    )
 
 
 def test_one_that_keeps_its_own_model_is_told_from_one_that_takes_a_peers():
