@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
     def job(nodes: Nodes) -> int:
         processes = [nodes.worker(i, argv) for i in range(cluster.num_workers)]
-        return run_job(processes).code
+        return run_job(lambda: processes).code
 
     return in_cluster(cluster, job)
 
