@@ -135,8 +135,7 @@ def own_options() -> argparse.ArgumentParser:
         "--port",
         type=int,
         default=0,
-        help="The processes find each other at this port of this machine, by default "
-        "at a free one.",
+        help="Port of this machine at which a job meets; by default a free one.",
     )
     add(
         "--max-restarts",
@@ -165,8 +164,7 @@ def own_options() -> argparse.ArgumentParser:
         "--places",
         type=int,
         metavar="P",
-        help="Number of processes on all machines, among them any that join later; by "
-        "default N.",
+        help="Number of processes on all machines, and of any that join later.",
     )
     add(
         "--first-process",
@@ -311,6 +309,8 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
             "--first-process is for peers: add --elastic or --exchange peers; a job of "
             "several machines takes srun, mpirun, or --distributed.coordinator for each"
         )
+    if options.first_process is not None:
+        check_numbers(rest, range(first, first + count))
     if options.max_restarts:
         check_restarts(module, rest)
         if rest[0] != "--resume":
@@ -354,7 +354,7 @@ def elastic_arguments(arguments: Sequence[str]) -> Sequence[str]:
     if arguments[0] == "--resume":
         check_elastic(Path(arguments[1]))
         return arguments
-    kind = given_exchange(arguments)
+    kind = value_of("--exchange", arguments)
     if kind not in (None, "peers", "quorum"):
         raise ValueError(
             f"--elastic starts peers, got --exchange {kind}: leave out one of the two"
@@ -410,6 +410,21 @@ def check_restarts(module: str, arguments: Sequence[str]) -> None:
         )
 
 
+def check_numbers(arguments: Sequence[str], numbers: Sequence[int]) -> None:
+    """Raises a ValueError if a process of the run has one of these numbers already.
+
+    Each finds it out by itself, but only after it has imported all.
+    """
+    from train.store.folder import holder, in_use  # Takes long.
+
+    resumed = arguments[1] if arguments[0] == "--resume" else None
+    run_dir = resumed or value_of("--run-dir", arguments)
+    for number in numbers if run_dir else ():
+        folder = Path(run_dir or "", f"process-{number}")
+        if who := holder(folder):
+            raise in_use(folder, who)
+
+
 def check_elastic(run_dir: Path) -> None:
     """Raises a ValueError if a run is not elastic: its config cannot be changed."""
     from train.cli.config_json import is_elastic, read_fields  # Takes seconds.
@@ -423,7 +438,7 @@ def check_elastic(run_dir: Path) -> None:
 
 def are_peers(arguments: Sequence[str]) -> bool:
     """Whether `decentjax train` with these arguments trains as one of several peers."""
-    if (kind := given_exchange(arguments)) is not None:
+    if (kind := value_of("--exchange", arguments)) is not None:
         return kind in APART
     try:
         if arguments[0] == "--resume":
@@ -438,11 +453,11 @@ def are_peers(arguments: Sequence[str]) -> bool:
         return False  # The processes have said why.
 
 
-def given_exchange(arguments: Sequence[str]) -> str | None:
-    """Returns the value of --exchange among these arguments, if it is given."""
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """Returns the value of an option among these arguments, if it is given."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--exchange")
-    return options.parse_known_args(arguments)[0].exchange
+    options.add_argument(option, dest="value")
+    return options.parse_known_args(arguments)[0].value
 
 
 def command_line(

@@ -30,6 +30,7 @@ from train.launch import (
     read,
     say_how_to_continue,
 )
+from train.store.folder import lock
 
 SLEEP = "import os, time; print('pid', os.getpid()); time.sleep(300)"
 DEAF = """
@@ -711,6 +712,53 @@ def test_a_lost_process_of_a_script_starts_the_whole_job_again(script, tmp_path)
     assert [line[:3] for line in lines if "NUM_PROC" in line].count("[1]") == 2
 
 
+PEER = """
+import os, sys, time
+from pathlib import Path
+from decentjax import distributed
+
+_ = sys.argv[2:] and distributed.initialize()
+workers, n, mesh = distributed.initialize_peer()
+own, folder = str(workers[0]), Path(sys.argv[1])
+with (folder / own).open("a") as file:
+    file.write(".")
+print("worker", own, "of", n)
+if own == "3" and (folder / own).read_text() == ".":
+    os.kill(os.getpid(), 9)
+while (folder / "3").read_text() != "..":
+    time.sleep(0.1)
+"""
+
+
+def test_a_lost_peer_of_a_script_is_started_again_alone(tmp_path, monkeypatch):
+    """The second of two machines: its processes have the numbers 2 and 3 of five."""
+    script = tmp_path / "peers.py"
+    script.write_text(PEER)
+    (tmp_path / "3").touch()
+    monkeypatch.setenv("MACHINE", "1")
+    options = ("--elastic", "--first-process", "MACHINE", "--places", 5)
+    code, lines = launched("-n", 2, *options, script, tmp_path)
+    assert code == 0
+    assert [line for line in lines if "worker" in line or "warning:" in line] == [
+        "[2] worker 2 of 5",
+        *["[3] worker 3 of 5"] * 2,
+        "warning: process 3 ended, killed by SIGKILL; started again",
+    ]
+    code, lines = launched("-n", 1, "--elastic", script, tmp_path, "job")
+    assert code == 1
+    assert any("peers, which are no job: call initialize_peer()" in x for x in lines)
+
+
+def test_two_processes_of_one_number_are_named(tmp_path, capsys):
+    arguments = "--elastic --first-process 1 --places 5 tests/line.py --run-dir"
+    with lock(tmp_path / "process-2"), pytest.raises(SystemExit) as ended:
+        main(["-n", "2", *arguments.split(), str(tmp_path)])
+    assert f"{tmp_path}/process-2 is in use by process {os.getpid()} on" in (
+        said := f"{capsys.readouterr().err}{ended.value.code}"
+    )
+    assert "two processes have the number 2: give each machine numbers of its" in said
+
+
 def test_a_signal_reaches_all_processes_of_a_script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SAVE)
@@ -805,7 +853,17 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 --resume runs/a", "--resume is unknown before runs/a"),
         ("-n 2 a.py", "error: there is no config or script a.py"),
         ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
-        ("-n 2 --elastic tests/saving.py", "--elastic is for configs"),
+        ("-n 2 --first-process 0 --places 2 tests/saving.py", "peers: add --elastic"),
+        ("-n 2 --first-process 0 --places 2 tests/line.py", "is for peers: add --elas"),
+        ("-n 2 --elastic --first-process 2 tests/line.py", "takes --places P, the nu"),
+        (
+            "-n 2 --elastic --first-process 2 --places 3 tests/line.py",
+            "places must be at least 4, the number of processes up to the last one he",
+        ),
+        (
+            "-n 2 --elastic --first-process NODE --places 4 tests/line.py",
+            "must be a number from 0, or a variable that has one; NODE is not set",
+        ),
         (
             "-n 2 --elastic tests/tiny.py --exchange background",
             "--elastic starts peers, got --exchange background: leave out one",
