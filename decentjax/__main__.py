@@ -40,6 +40,7 @@ COMMANDS = {
     "resume": Command("continue a run", "train", ("--resume",)),
     "launch": Command("several processes on this machine", "train.launch"),
     "slurm": Command("a job file for a cluster", "train.slurm"),
+    "requeue": Command("a command of a cluster's job, again", "train.requeue"),
     "emulate": Command("several nodes, with limited links", "train.emulate"),
     "advise": Command("which topology is fastest on a cluster", "train.advise"),
     "preflight": Command("compile a run for GPUs, without one", "train.preflight"),

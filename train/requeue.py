@@ -1,6 +1,6 @@
 """A command of a cluster's job, which a requested stop does not end.
 
-`decentjax train.requeue [--max-restarts K] srun ...`, as configs/cluster.sbatch has it.
+`decentjax requeue [--max-restarts K] srun ...`, as configs/cluster.sbatch has it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ which Kubernetes replaces the pod.
 @command()
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="decentjax train.requeue",
+        prog="decentjax requeue",
         description=(__doc__ or "").partition("\n")[0],
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

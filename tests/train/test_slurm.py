@@ -34,7 +34,7 @@ def test_a_script_differs_from_the_shipped_one_where_it_is_filled_in():
         "#SBATCH --gpus-per-node=4",
         "#SBATCH --cpus-per-task=3",
         "#SBATCH --time=01:30:00",
-        "exec /env/python -m decentjax train.requeue --max-restarts 5 \\",
+        "exec /env/python -m decentjax requeue --max-restarts 5 \\",
         '  /env/python -m decentjax train quickstart --lr 1 "$@" --auto-resume '
         "--distributed.enabled \\",
     ]
@@ -69,7 +69,7 @@ def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
     arguments = json.loads(done.stdout)
     at = arguments.index("my python")
     assert arguments[: at - 2] == [
-        *("-m", "decentjax", "train.requeue", "--max-restarts", "5", "srun"),
+        *("-m", "decentjax", "requeue", "--max-restarts", "5", "srun"),
     ]
     assert arguments[at + 1 : at + 9] == [
         *("-m", "decentjax", "train", str(tmp_path / "own config.py")),
