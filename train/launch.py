@@ -355,6 +355,12 @@ def elastic_arguments(arguments: Sequence[str]) -> Sequence[str]:
         check_elastic(Path(arguments[1]))
         return arguments
     kind = value_of("--exchange", arguments)
+    if kind is None:
+        from train.cli.load import load_config  # Takes seconds.
+
+        # Of the exchanges that a file has, only this one is elastic by itself.
+        found = load_config(Path(arguments[0])).exchange.name
+        kind = "quorum" if found == "quorum" else None
     if kind not in (None, "peers", "quorum"):
         raise ValueError(
             f"--elastic starts peers, got --exchange {kind}: leave out one of the two"

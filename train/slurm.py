@@ -96,7 +96,7 @@ def sbatch(job: JobFile, options: Sequence[str], python: str) -> str:
     _, _, rest = text.partition("\n")
     head = f"#!/bin/bash\n# The run {config.name}: sbatch FILE [OPTION ...]\n"
     rest = rest.partition("\n")[2]
-    run = shlex.join([_place(job.config), *options, *_kind(config, options)])
+    run = shlex.join([_place(job.config), *options])
     decentjax = f"{shlex.quote(python)} -m decentjax"
     return head + rest.replace(".venv/bin/decentjax", decentjax).replace(
         '"$@"', f'{run} "$@"'
@@ -131,7 +131,6 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
         f"{indent}- quickstart\n", f"{indent}- {_quoted(str(job.config))}\n"
     )
     # Last, so that they count.
-    options = [*options, *_kind(config, options)]
     more = "".join(f"{indent}- {_quoted(option)}\n" for option in options)
     arguments = re.search(rf"args:\n({indent}- .*\n)+", text)
     assert arguments
@@ -152,15 +151,6 @@ def _template(file: str, config: Config) -> str:
     if isinstance(config.exchange, ApartExchange) and not config.exchange.elastic:
         text = text.replace("--elastic", "--max-restarts=5")
     return text
-
-
-def _kind(config: Config, options: Sequence[str]) -> list[str]:
-    """The option of an exchange that only the file of a config has.
-
-    `decentjax launch --elastic` takes no other than "peers" from there.
-    """
-    is_given = any(one.partition("=")[0] == "--exchange" for one in options)
-    return ["--exchange", config.exchange.name] * (config.is_apart and not is_given)
 
 
 def _run(job: JobFile, options: Sequence[str]) -> NewRun:

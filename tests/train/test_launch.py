@@ -24,6 +24,7 @@ from train.launch import (
     cache_of_programs,
     check_port,
     command_line,
+    elastic_arguments,
     environment,
     is_config,
     main,
@@ -511,11 +512,10 @@ def test_a_job_that_no_longer_saves_is_given_up(tmp_path):
 
 def test_a_signal_ends_the_pause_before_a_restart():
     fails = "import sys; print('fails', flush=True); sys.exit(70)"
-    with job_of(fails, program=SUPERVISE) as job:
-        assert job.stdout is not None
-        for line in job.stdout:
-            if b"in 1 s" in line:
-                break
+    # Long enough for the signal to come within it on a busy machine.
+    with job_of(fails, program=SUPERVISE.replace("2).code", "9).code")) as job:
+        while b"in 4 s" not in read_lines(job, 1)[0]:
+            pass
         job.send_signal(signal.SIGTERM)
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
@@ -747,6 +747,20 @@ def test_a_lost_peer_of_a_script_is_started_again_alone(tmp_path, monkeypatch):
     code, lines = launched("-n", 1, "--elastic", script, tmp_path, "job")
     assert code == 1
     assert any("peers, which are no job: call initialize_peer()" in x for x in lines)
+
+
+def test_an_elastic_run_keeps_the_quorum_of_its_file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import dataclasses\nfrom configs.quickstart import config\n"
+        "from train.config import QuorumExchange, RoundsMethod, TopologyConfig\n"
+        "config = dataclasses.replace(config, method=RoundsMethod(),\n"
+        "    topology=TopologyConfig(name='complete'), exchange=QuorumExchange())\n"
+    )
+    own = [str(path), "--seed", "1"]
+    assert elastic_arguments(own) == own
+    added = ["--exchange", "peers", "--exchange.elastic"]
+    assert elastic_arguments(["quickstart"]) == ["quickstart", *added]
 
 
 def test_two_processes_of_one_number_are_named(tmp_path, capsys):

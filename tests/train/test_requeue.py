@@ -18,6 +18,7 @@ import yaml
 from tests.checkout import ENV, ROOT
 from tests.jobs import LONG, ROUNDS, lives, read_lines, wait_until
 from train.cli.new_run import read_new_run
+from train.config import PeerExchange
 from train.job.processes import FINAL
 from train.launch import elastic_arguments, read
 from train.slurm import JobFile, manifest, sbatch
@@ -290,7 +291,6 @@ def test_a_pod_that_cannot_be_is_not_replaced(tmp_path):
 def test_the_service_of_the_guide_knows_the_codes_and_the_launcher():
     page = (ROOT / "docs" / "guides" / "peers-on-machines.md").read_text()
     unit = configparser.ConfigParser()
-    unit.optionxform = str  # Of systemd, whose names have capitals.
     unit.read_string(page.partition("```ini\n")[2].partition("```")[0])
     service = unit["Service"]
     codes = {int(code) for code in service["RestartPreventExitStatus"].split()}
@@ -301,4 +301,6 @@ def test_the_service_of_the_guide_knows_the_codes_and_the_launcher():
     assert (options.first_process, options.places, options.elastic) == (2, 4, True)
     options = [*elastic_arguments(rest)[1:], "--distributed.enabled"]
     assert module == "train"
-    assert read_new_run(Path(rest[0]), options).config.exchange.elastic
+    exchange = read_new_run(Path(rest[0]), options).config.exchange
+    assert isinstance(exchange, PeerExchange)
+    assert exchange.elastic

@@ -98,19 +98,6 @@ def test_a_node_of_peers_is_a_job_of_its_own():
     assert '--places "$places" --max-restarts=5 quickstart --exchange peers' in one
 
 
-def test_the_exchange_of_a_file_is_that_of_its_peers(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import dataclasses\nfrom configs.quickstart import config\n"
-        "from train.config import QuorumExchange, RoundsMethod, TopologyConfig\n"
-        "config = dataclasses.replace(config, method=RoundsMethod(),\n"
-        "    topology=TopologyConfig(name='complete'),\n"
-        "    exchange=QuorumExchange(bind='ib0'))\n"
-    )
-    made = sbatch(job(config=path, nodes=2, gpus=1), ["--seed", "1"], "python")
-    assert f'{path} --seed 1 --exchange quorum "$@"' in made
-
-
 def test_a_manifest_of_peers_looks_into_their_folder():
     more = ["--run-dir", "/runs/own"]
     made = yaml.safe_load(manifest(job(nodes=2, gpus=1), [*QUORUM, *more]))
