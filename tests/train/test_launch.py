@@ -373,6 +373,16 @@ def test_a_peer_that_fails_in_another_way_or_has_saved_is_started_again(
     assert "is not started again" not in output
 
 
+def test_who_failed_first_is_named_once_all_peers_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    with job_of("raise SystemExit(1)", FAILS, program=peers(1.0)) as job:
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 1
+    *_, last = lines = untimed(out.decode()).splitlines()
+    assert last == "error: process 0 ended first, with exit code 1"
+    assert lines.count(last) == 1
+
+
 def test_a_warning_that_nobody_reads_ends_no_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("SAVED", str(tmp_path / "saved"))
     program = RUN_JOB.replace("processes).code", "processes, lambda: True).code")
