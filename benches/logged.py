@@ -43,7 +43,7 @@ def run_logged(
     process = start_logged(command, log, env)
     asked = []
 
-    def stop(signum: int) -> None:
+    def stop(signum: int, _: int) -> None:
         asked.append(signum)
         process.send_signal(signum)
 

@@ -42,6 +42,7 @@ COMMANDS = {
     "status": Command("who is alive of a run, and at which step", "train.status"),
     "stop": Command("stop a run, or a process of it", "train.stop_run"),
     "slurm": Command("a job file for a cluster", "train.slurm"),
+    "requeue": Command("a command of a cluster's job, again", "train.requeue"),
     "emulate": Command("several nodes, with limited links", "train.emulate"),
     "advise": Command("which topology is fastest on a cluster", "train.advise"),
     "preflight": Command("compile a run for GPUs, without one", "train.preflight"),

@@ -25,7 +25,7 @@ processes = [
     Process(str(i), [sys.executable, "-c", code], {"ME": str(i)})
     for i, code in enumerate(sys.argv[1:])
 ]
-sys.exit(run_job(processes).code)
+sys.exit(run_job(lambda: processes).code)
 """
 SAVE = """
 import os, signal, sys, time

@@ -3,6 +3,8 @@
 `decentjax emulate --nodes 4 --workers-per-node 2 --rate 200mbit -- COMMAND ...`
 """
 
+import dataclasses
+import math
 import sys
 
 from train.cli.command import command, show_usage
@@ -12,7 +14,7 @@ from train.job.processes import run_job
 
 USAGE = (
     "usage: decentjax emulate --nodes N [--workers-per-node M] [--rate 200mbit] "
-    "-- COMMAND ..."
+    "[--elastic] -- COMMAND ..."
 )
 DESCRIPTION = """Runs COMMAND once per worker on an emulated cluster.
 
@@ -20,6 +22,18 @@ Each has the environment of srun.
 
 Example: `decentjax emulate --nodes 4 --rate 200mbit -- decentjax train quickstart`.
 """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Emulation(EmulatedCluster):
+    """An emulated cluster, and what happens when a worker is lost.
+
+    Args:
+      elastic: whether the workers are peers: a lost one is restarted alone, with
+        back-off, and the others continue; by default all end.
+    """
+
+    elastic: bool = False
 
 
 @command()
@@ -30,12 +44,13 @@ def main(arguments: list[str]) -> int:
     if not argv and "--help" not in own:
         show_usage(USAGE, own)
     cluster = from_options(
-        EmulatedCluster, prog="decentjax emulate", description=DESCRIPTION, args=own
+        Emulation, prog="decentjax emulate", description=DESCRIPTION, args=own
     )
 
     def job(nodes: Nodes) -> int:
         processes = [nodes.worker(i, argv) for i in range(cluster.num_workers)]
-        return run_job(processes).code
+        restarts = math.inf if cluster.elastic else 0
+        return run_job(lambda: processes, lambda: cluster.elastic, restarts).code
 
     return in_cluster(cluster, job)
 

@@ -21,13 +21,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from symtable import symtable
 
-from decentjax.distributed.place import ASKED, OURS, JobPlace, variables_of
+from decentjax.distributed.place import (
+    ASKED,
+    OURS,
+    PEERS,
+    JobPlace,
+    variables_of,
+)
 from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
 from train.cli.times import say
 from train.job.certificates import certificates
-from train.job.processes import Process, supervise
+from train.job.processes import FINAL, Ended, Process, run_job
+from train.job.restarts import newest_step
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.run_info` reads it.
 APART = ("peers", "quorum", "groups")  # Exchanges of processes that are no job.
@@ -48,13 +55,15 @@ decentjax launch -n N [option ...] CONFIG [--field value ...]
 EPILOG = """\
 A file of Python that binds the name `config` at its top level is a config, and so is a
 name without .py; any other file is a script. A script starts as by `python SCRIPT.py
-ARGUMENT ...`, and decentjax.distributed.initialize() finds its place in the variables
-DECENTJAX_COORDINATOR, DECENTJAX_NUM_PROCESSES, DECENTJAX_PROCESS_ID and
-DECENTJAX_LOCAL_ID. Options of the launcher come before a script.
+ARGUMENT ...`, and decentjax.distributed.initialize(), or initialize_peer() with
+--elastic, finds its place in the variables DECENTJAX_COORDINATOR,
+DECENTJAX_NUM_PROCESSES, DECENTJAX_PROCESS_ID and DECENTJAX_LOCAL_ID. Options of the
+launcher come before a script.
 
 examples:
   decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
   decentjax launch -n 4 --max-restarts 3 my_script.py --learning-rate 0.1
+  decentjax launch -n 2 --first-process 2 --places 4 --elastic my_peers.py
   decentjax launch -n 4 resume runs/ring
 """
 
@@ -126,17 +135,17 @@ def own_options() -> argparse.ArgumentParser:
         "--port",
         type=int,
         default=0,
-        help="The processes find each other at this port of this machine, by default "
-        "at a free one.",
+        help="Port of this machine at which a job meets; by default a free one.",
     )
     add(
         "--max-restarts",
         type=int,
         default=0,
         metavar="K",
-        help="Restarts the job, at most K times, after a process was lost. A "
-        "config continues from its newest checkpoint, a script from its beginning. Of "
-        "peers that a config describes, only the lost process is restarted.",
+        help="Restarts the job after a process was lost, at most K times without a "
+        "newer checkpoint, at once and then after 1, 2, 4, ... up to 60 s. A config "
+        "continues from its newest checkpoint, a script from its beginning. Of peers "
+        "only the lost process is restarted.",
     )
     add(
         "--grace",
@@ -148,14 +157,22 @@ def own_options() -> argparse.ArgumentParser:
     add(
         "--elastic",
         action="store_true",
-        help="Starts peers of an elastic run of a config, and restarts each lost one.",
+        help="Starts peers: an elastic run of a config, or a script whose processes "
+        "need no job. A lost one is restarted alone, and the others continue.",
     )
     add(
         "--places",
         type=int,
         metavar="P",
-        help="The elastic run has P places, so that further processes may join it; by "
-        "default one for each started process.",
+        help="Number of processes on all machines, and of any that join later.",
+    )
+    add(
+        "--first-process",
+        type=first_process,
+        metavar="K",
+        help="The peers started here are processes K to K + N - 1 of P. Or the name of "
+        "the variable that numbers the machines, such as SLURM_NODEID: K is N times "
+        "its value.",
     )
     add(
         "--script",
@@ -163,6 +180,22 @@ def own_options() -> argparse.ArgumentParser:
         help="The file is a script, although it binds the name `config`.",
     )
     return parser
+
+
+def first_process(text: str) -> int | str:
+    """A number, or the name of a variable that has one.
+
+    Raises:
+      ArgumentTypeError: if it is neither.
+    """
+    if text.isdecimal():
+        return int(text)
+    if os.environ.get(text, "").isdecimal():
+        return text
+    raise argparse.ArgumentTypeError(
+        f"must be a number from 0, or a variable that has one; {text} is "
+        f"{os.environ.get(text, 'not set')}"
+    )
 
 
 def is_config(target: str) -> bool:
@@ -203,29 +236,44 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"grace must be positive, got {options.grace}")
     if options.max_restarts < 0:
         raise ValueError(f"max_restarts must be at least 0, got {options.max_restarts}")
-    if options.places is None:
-        return
-    if options.places < options.processes:
+    number, places = options.first_process, options.places
+    if isinstance(number, str):
+        options.first_process = options.processes * int(os.environ[number])
+    if number is not None and places is None:
         raise ValueError(
-            f"places must be at least {options.processes}, the number of processes, "
-            f"got {options.places}"
+            "--first-process takes --places P, the number of processes on all machines"
         )
-    if options.places > options.processes and not options.elastic:
+    least = options.processes + (options.first_process or 0)
+    if places is None:
+        options.places = least
+    elif places < least:
+        raise ValueError(
+            f"places must be at least {least}, the number of processes up to the last "
+            f"one here, got {places}"
+        )
+    elif places > least and number is None and not options.elastic:
         raise ValueError("places are for processes that join later: add --elastic")
+    if options.elastic:
+        options.max_restarts = options.max_restarts or math.inf
 
 
 def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Runs a script of the user's; returns the exit code."""
-    if options.elastic:
-        raise ValueError("--elastic is for configs, not with a script")
-    count = options.processes
+    count, are_peers = options.processes, options.elastic
+    if options.first_process is not None and not are_peers:
+        raise ValueError("--first-process is for peers: add --elastic")
 
     def start() -> list[Process]:
-        address = f"127.0.0.1:{check_port(options.port)}"
-        places = [JobPlace(address, count, i, i) for i in range(count)]
+        address = PEERS if are_peers else f"127.0.0.1:{check_port(options.port)}"
+        first, places = options.first_process or 0, options.places
         return [
-            Process(str(i), [sys.executable, *command], env | variables_of(place))
-            for i, place in enumerate(places)
+            Process(
+                str(first + i),
+                [sys.executable, *command],
+                env | variables_of(JobPlace(address, places, first + i, i)),
+                trains=True,
+            )
+            for i in range(count)
         ]
 
     with (
@@ -236,13 +284,15 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
         asked = Path(folder, "asked")
         env = {ASKED: str(asked)} | compiled | certified
         env |= {} if given_threads()[1] else threads(count)
-        code = supervise(start, options.max_restarts, grace=options.grace)
-        if code == 0 and count > 1 and not asked.exists():
+        restarts = options.max_restarts
+        ended = run_job(start, lambda: are_peers, restarts, options.grace)
+        if ended.code == 0 and count > 1 and not asked.exists():
             say(
-                "warning: no process has called decentjax.distributed.initialize(): "
-                f"each of the {count} has run {command[0]} alone"
+                f"warning: no process has called decentjax.distributed.initialize"
+                f"{'_peer' if are_peers else ''}(): each of the {count} has run "
+                f"{command[0]} alone"
             )
-        return code
+        return ended.code
 
 
 def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -> int:
@@ -251,20 +301,17 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
     `typed` is what the user has typed, for the facts of the run.
     """
     module, *rest = target
-    places = options.places or options.processes
-    max_restarts = options.max_restarts
+    count, first = options.processes, options.first_process or 0
     if options.elastic:
-        max_restarts = max_restarts or math.inf
-        if rest[0] == "--resume":
-            check_elastic(Path(rest[1]))
-        elif (kind := given_exchange(rest)) not in (None, "peers", "quorum"):
-            raise ValueError(
-                f"--elastic starts peers, got --exchange {kind}: leave out one of the "
-                "two"
-            )
-        elif kind != "quorum":
-            rest = [*rest, "--exchange", "peers", "--exchange.elastic"]
-    if max_restarts:
+        rest = elastic_arguments(rest)
+    elif options.first_process is not None and not are_peers(rest):
+        raise ValueError(
+            "--first-process is for peers: add --elastic or --exchange peers; a job of "
+            "several machines takes srun, mpirun, or --distributed.coordinator for each"
+        )
+    if options.first_process is not None:
+        check_numbers(rest, range(first, first + count))
+    if options.max_restarts:
         check_restarts(module, rest)
         if rest[0] != "--resume":
             rest = [*rest, "--auto-resume"]
@@ -273,18 +320,18 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
         free = check_port(options.port)
         return [
             Process(
-                str(i),
-                command_line([module, *rest], places, i, free),
-                environment(options.processes, i, os.environ)
-                | {OURS.process_id: str(i)}
+                str(first + i),
+                command_line([module, *rest], options.places, first + i, free),
+                environment(count, i, os.environ)
+                | {OURS.process_id: str(first + i)}
                 | more,
                 is_ready=module != "train",
             )
-            for i in range(options.processes)
+            for i in range(count)
         ]
 
     with (
-        cache_of_programs(max_restarts > 0, os.environ) as compiled,
+        cache_of_programs(options.max_restarts > 0, os.environ) as compiled,
         certificates(os.environ) as certified,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
@@ -292,7 +339,45 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
         # Beside the job: the config takes seconds to import, and after a failure those
         # who do not notice it would live as much longer.
         asked = pool.submit(are_peers, rest)
-        return supervise(start, max_restarts, asked.result, options.grace)
+        ended = run_job(start, asked.result, options.max_restarts, options.grace)
+        if not asked.result():
+            say_how_to_continue(ended, count)
+        return ended.code
+
+
+def elastic_arguments(arguments: Sequence[str]) -> Sequence[str]:
+    """Returns the arguments of `decentjax train` for a process of an elastic run.
+
+    Raises:
+      ValueError: if the run that they resume, or their exchange, is of another kind.
+    """
+    if arguments[0] == "--resume":
+        check_elastic(Path(arguments[1]))
+        return arguments
+    kind = value_of("--exchange", arguments)
+    if kind is None:
+        from train.cli.load import load_config  # Takes seconds.
+
+        # Of the exchanges that a file has, only this one is elastic by itself.
+        found = load_config(Path(arguments[0])).exchange.name
+        kind = "quorum" if found == "quorum" else None
+    if kind not in (None, "peers", "quorum"):
+        raise ValueError(
+            f"--elastic starts peers, got --exchange {kind}: leave out one of the two"
+        )
+    if kind == "quorum":
+        return arguments
+    return [*arguments, "--exchange", "peers", "--exchange.elastic"]
+
+
+def say_how_to_continue(ended: Ended, processes: int) -> None:
+    """Prints the command that continues a job that has failed, if it has saved."""
+    again = not (ended.asked or ended.code in FINAL)
+    if again and (step := newest_step(ended.folder)):
+        say(
+            f"step {step} is saved: decentjax launch -n {processes} resume "
+            f"{ended.folder} goes on from it"
+        )
 
 
 @contextlib.contextmanager
@@ -331,6 +416,21 @@ def check_restarts(module: str, arguments: Sequence[str]) -> None:
         )
 
 
+def check_numbers(arguments: Sequence[str], numbers: Sequence[int]) -> None:
+    """Raises a ValueError if a process of the run has one of these numbers already.
+
+    Each finds it out by itself, but only after it has imported all.
+    """
+    from train.store.folder import holder, in_use  # Takes long.
+
+    resumed = arguments[1] if arguments[0] == "--resume" else None
+    run_dir = resumed or value_of("--run-dir", arguments)
+    for number in numbers if run_dir else ():
+        folder = Path(run_dir or "", f"process-{number}")
+        if who := holder(folder):
+            raise in_use(folder, who)
+
+
 def check_elastic(run_dir: Path) -> None:
     """Raises a ValueError if a run is not elastic: its config cannot be changed."""
     from train.cli.config_json import is_elastic, read_fields  # Takes seconds.
@@ -344,7 +444,7 @@ def check_elastic(run_dir: Path) -> None:
 
 def are_peers(arguments: Sequence[str]) -> bool:
     """Whether `decentjax train` with these arguments trains as one of several peers."""
-    if (kind := given_exchange(arguments)) is not None:
+    if (kind := value_of("--exchange", arguments)) is not None:
         return kind in APART
     try:
         if arguments[0] == "--resume":
@@ -359,11 +459,11 @@ def are_peers(arguments: Sequence[str]) -> bool:
         return False  # The processes have said why.
 
 
-def given_exchange(arguments: Sequence[str]) -> str | None:
-    """Returns the value of --exchange among these arguments, if it is given."""
+def value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """Returns the value of an option among these arguments, if it is given."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--exchange")
-    return options.parse_known_args(arguments)[0].exchange
+    options.add_argument(option, dest="value")
+    return options.parse_known_args(arguments)[0].value
 
 
 def command_line(

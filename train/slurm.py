@@ -1,6 +1,7 @@
 """A job file for a cluster: `decentjax slurm CONFIG --nodes 2 --gpus 4 > job.sbatch`.
 
-It is configs/cluster.sbatch, or with --jobset configs/jobset.yaml, filled in.
+It is configs/cluster.sbatch, or with --jobset configs/jobset.yaml, filled in; for peers
+configs/peers.sbatch or configs/peers.yaml.
 """
 
 import contextlib
@@ -17,16 +18,17 @@ import tyro
 
 from train.cli.command import command
 from train.cli.families import FOLDER
-from train.cli.new_run import read_new_run
+from train.cli.new_run import NewRun, read_new_run
 from train.cli.read import from_options
-from train.config import Config
+from train.config import ApartExchange, Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobFile:
     """Prints a job file of a run, for `sbatch` or `kubectl apply -f`.
 
-    One process for each GPU. Options of the run follow after `--`.
+    One process for each GPU. Options of the run follow after `--`. With an exchange
+    between peers each node, or pod, starts again alone.
 
     Examples: `decentjax slurm quickstart --nodes 2 --gpus 4 > job.sbatch`, and
     `decentjax slurm quickstart --gpus 4 --jobset -- --num-steps 500 > job.yaml`.
@@ -74,31 +76,30 @@ def sbatch(job: JobFile, options: Sequence[str], python: str) -> str:
       options: options of the run.
       python: the interpreter, on a file system that all nodes see.
     """
-    minutes = round(60 * job.hours)
-    name = _config(job, options).name
+    config, minutes = _run(job, options).config, round(60 * job.hours)
     values = {
-        "job-name": name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.per_node,
+        "job-name": config.name,
         "gpus-per-node": job.gpus,
-        "cpus-per-task": job.cpus,
         "time": f"{minutes // 60:02}:{minutes % 60:02}:00",
     }
-    text = _filled(
-        (FOLDER / "cluster.sbatch").read_text(encoding="utf-8"),
-        r"#SBATCH --{}=",
-        values,
-    )
+    if config.is_apart:
+        file, cores = "peers.sbatch", job.cpus * job.per_node
+        values |= {"array": f"0-{job.nodes - 1}", "cpus-per-task": cores}
+    else:
+        file, tasks = "cluster.sbatch", {"ntasks-per-node": job.per_node}
+        values |= {"nodes": job.nodes, "cpus-per-task": job.cpus} | tasks
+    text = _filled(_template(file, config), r"#SBATCH --{}=", values)
+    text = re.sub("^processes=.*", f"processes={job.per_node}", text, flags=re.M)
     if not job.gpus:
         text = re.sub(r"#SBATCH --gpus-per-node=.*\n", "", text)
         text = re.sub(r"# Each task sees all GPUs.*\n", "", text)
     _, _, rest = text.partition("\n")
-    head = f"#!/bin/bash\n# The run {name}: sbatch FILE [OPTION ...]\n"
+    head = f"#!/bin/bash\n# The run {config.name}: sbatch FILE [OPTION ...]\n"
     rest = rest.partition("\n")[2]
     run = shlex.join([_place(job.config), *options])
     decentjax = f"{shlex.quote(python)} -m decentjax"
     return head + rest.replace(".venv/bin/decentjax", decentjax).replace(
-        'train "$@"', f'train {run} "$@"'
+        '"$@"', f'{run} "$@"'
     )
 
 
@@ -109,21 +110,18 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
       job: what it asks for.
       options: options of the run.
     """
-    name, count = _config(job, options).name, job.nodes * job.per_node
+    run, count = _run(job, options), job.nodes * job.per_node
+    config = run.config
     # Pods are LABEL-workers-0-INDEX-abcde.
-    label = _label(name, 63 - len(f"-workers-0-{count - 1}-abcde"))
-    text = (FOLDER / "jobset.yaml").read_text(encoding="utf-8")
+    label = _label(config.name, 63 - len(f"-workers-0-{count - 1}-abcde"))
+    text = _template("peers.yaml" if config.is_apart else "jobset.yaml", config)
     text = _filled(text, r" {}: ", {"parallelism": count, "completions": count})
     text = _filled(text, r" {}: ", {"image": _quoted(job.image)})
-    text = _filled(
-        text,
-        r"- --{}=",
-        {
-            "run-dir": f"/runs/{name}",
-            "workers.num-workers": count,
-            "distributed.num-processes": count,
-        },
-    )
+    total = "places" if config.is_apart else "distributed.num-processes"
+    text = _filled(text, r"- --{}=", {"workers.num-workers": count, total: count})
+    # By default a folder of the volume.
+    folder = f"{'/' * (run.run_dir.parts[0] == 'runs')}{run.run_dir}"
+    text = text.replace("/runs/quickstart", folder)
     first = rf"{label}-workers-0-0.{label}:5000"
     text = text.replace("decentjax-workers-0-0.decentjax:5000", first)
     text = text.replace("  name: decentjax\n", f"  name: {_quoted(label)}\n")
@@ -134,19 +132,29 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
     )
     # Last, so that they count.
     more = "".join(f"{indent}- {_quoted(option)}\n" for option in options)
-    last = f"{indent}- --distributed.process-id=$(JOB_COMPLETION_INDEX)\n"
-    text = text.replace(last, last + more)
+    arguments = re.search(rf"args:\n({indent}- .*\n)+", text)
+    assert arguments
+    text = text[: arguments.end()] + more + text[arguments.end() :]
     if not job.gpus:
         text = re.sub(r" +resources:\n.*\n.*nvidia.*\n", "", text)
     _, _, rest = text.partition("# The image is")
     head = (
-        f"# The run {name} on Kubernetes, with the JobSet controller: kubectl apply -f"
+        f"# The run {config.name} on Kubernetes, with the JobSet controller: kubectl "
+        "apply -f"
     )
     return f"{head} FILE\n# The image is{rest}"
 
 
-def _config(job: JobFile, options: Sequence[str]) -> Config:
-    """The config of the run at its size, read as by `train`, for the errors too."""
+def _template(file: str, config: Config) -> str:
+    """The text of a shipped file, for peers with the launcher's option that fits."""
+    text = (FOLDER / file).read_text(encoding="utf-8")
+    if isinstance(config.exchange, ApartExchange) and not config.exchange.elastic:
+        text = text.replace("--elastic", "--max-restarts=5")
+    return text
+
+
+def _run(job: JobFile, options: Sequence[str]) -> NewRun:
+    """The run at its size, read as by `train`, for the errors too."""
     size = [
         *("--auto-resume", "--distributed.enabled"),
         f"--workers.num-workers={job.nodes * job.per_node}",
@@ -154,7 +162,20 @@ def _config(job: JobFile, options: Sequence[str]) -> Config:
     ]
     options = [*size, *options] if job.jobset else [*options, *size]
     with contextlib.redirect_stdout(sys.stderr):  # The output is the job file.
-        return read_new_run(job.config, options).config
+        run = read_new_run(job.config, options)
+    exchange = run.config.exchange
+    if isinstance(exchange, ApartExchange) and job.nodes > 1 and not job.jobset:
+        _check_bind(exchange)
+    return run
+
+
+def _check_bind(exchange: ApartExchange) -> None:
+    """Raises a ValueError for peers of several nodes that could not be reached."""
+    if exchange.bind.startswith("127.") and not exchange.addresses:
+        raise ValueError(
+            "peers of several nodes listen at their network: after -- give "
+            "--exchange.bind with the name of its interface, such as ib0 or eth0"
+        )
 
 
 def _label(name: str, most: int) -> str:

@@ -193,7 +193,8 @@ def _shared(bench: GpuBench) -> StepSeconds:
     module = [sys.executable, "-m", "decentjax", "benches.gpu.gpu_shared"]
     given = [*module, to_json(bench), str(check_port(0))]
     ranks = [str(rank) for rank in range(bench.processes)]
-    if code := run_job([Process(rank, [*given, rank], env) for rank in ranks]).code:
+    processes = [Process(rank, [*given, rank], env) for rank in ranks]
+    if code := run_job(lambda: processes).code:
         raise SystemExit(code)
     return slowest([_take_json(bench.out / f"shared.{rank}.json") for rank in ranks])
 

@@ -46,6 +46,8 @@ OURS = Variables(
     "DECENTJAX_LOCAL_ID",
     ("DECENTJAX_COORDINATOR",),
 )
+# The address of processes that the launcher starts as peers, and not as a job.
+PEERS = "peers"
 # Names a file that tells the launcher that a script has read its place.
 ASKED = "DECENTJAX_ASKED"
 TORCHRUN = Variables("WORLD_SIZE", "RANK", "LOCAL_RANK", ("MASTER_ADDR", "MASTER_PORT"))

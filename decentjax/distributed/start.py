@@ -13,7 +13,7 @@ from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
 from decentjax.distributed.failure import end_where_uncaught
 from decentjax.distributed.join import join, share
-from decentjax.distributed.place import find_place
+from decentjax.distributed.place import PEERS, find_place
 from decentjax.distributed.watch import watch
 from decentjax.placement import worker_mesh
 from decentjax.process import phases
@@ -83,6 +83,11 @@ def initialize(
     _check_at_least(3, start_seconds=start_seconds)
     _check_unused()
     place = find_place(start_seconds)
+    if place.address == PEERS:
+        raise ValueError(
+            "decentjax launch --elastic starts peers, which are no job: call "
+            "initialize_peer(), or leave out --elastic"
+        )
     hosts = [""]
     if place.address:
         check_credentials()

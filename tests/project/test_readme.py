@@ -134,11 +134,13 @@ def parts(line: str) -> list[str]:
     """The commands that one command starts: its own, and what it hands on."""
     before, separator, after = line.partition(" -- ")
     if separator:
-        return [before, after]
+        if made := re.match(r"decentjax slurm (\S+)", before):
+            after = f"decentjax train {made[1]} {after.partition(' > ')[0]}"
+        return [before, *parts(after)]
     own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
     if harmed := re.fullmatch(rf"python -m benches.chaos ([^-]\S*){own}(.*)", line):
         return [f"decentjax train {harmed[1]}{harmed[2]}"]
-    own = r"(?:--processes|-n) \d+(?: --elastic)?"
+    own = r"(?:--processes|-n) \d+(?: --first-process \S+ --places \d+)?(?: --elastic)?"
     launched = re.fullmatch(rf"(.*decentjax launch {own}) (\S+)(.*)", line)
     if launched is None:
         return [line]

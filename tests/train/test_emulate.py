@@ -373,6 +373,30 @@ def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
 
 
+LOST = """
+import os, sys, time
+from pathlib import Path
+
+own, others = os.environ["RANK"], Path(sys.argv[1])
+(others / own).open("a").write(".")
+print("starts", flush=True)
+if own == "1" and (others / own).read_text() == ".":
+    os.kill(os.getpid(), 9)
+while not (others / "1").exists() or (others / "1").read_text() != "..":
+    time.sleep(0.1)
+"""
+
+
+@needs_root
+def test_a_lost_peer_is_started_again_alone_on_its_node(tmp_path):
+    command = sys.executable, "-c", LOST, str(tmp_path)
+    done = emulate("--nodes 3 --elastic", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    starts = [line for line in done.stdout.splitlines() if "starts" in line]
+    assert sorted(starts) == [f"[{i}] starts" for i in (0, 1, 1, 2)]
+    assert "process 1 ended, killed by SIGKILL; started again" in done.stderr
+
+
 @needs_root
 def test_clusters_follow_one_another_and_pipes_work():
     code = """

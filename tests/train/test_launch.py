@@ -16,6 +16,7 @@ import pytest
 from tests.checkout import ROOT
 from tests.jobs import RUN_JOB, SAVE, job_of, lives, read_lines, read_pids, wait_until
 from tests.timed import TIME, untimed
+from train.job.processes import Ended
 from train.job.restarts import TRIES
 from train.job.signals import REPEAT_SECONDS
 from train.launch import (
@@ -23,11 +24,14 @@ from train.launch import (
     cache_of_programs,
     check_port,
     command_line,
+    elastic_arguments,
     environment,
     is_config,
     main,
     read,
+    say_how_to_continue,
 )
+from train.store.folder import lock
 
 SLEEP = "import os, time; print('pid', os.getpid()); time.sleep(300)"
 DEAF = """
@@ -185,7 +189,7 @@ def test_no_signal_comes_before_the_handlers_of_who_takes_them_itself():
 
 
 def test_who_has_not_saved_within_the_grace_is_killed():
-    program = RUN_JOB.replace("run_job(processes)", "run_job(processes, grace=1.5)")
+    program = RUN_JOB.replace("processes).code", "processes, grace=1.5).code")
     with job_of(SAVE, DEAF, program=program) as job:
         pids = read_pids(job, 2)
         job.send_signal(signal.SIGTERM)
@@ -251,7 +255,7 @@ def test_who_is_started_while_a_signal_comes_is_told_too():
         "import sys", "import os, signal, sys, train.job.processes"
     )
     # Of peers none is stopped because another has ended.
-    program = program.replace("(processes)", "(processes, lambda: True)")
+    program = program.replace("processes).code", "processes, lambda: True).code")
     # Another thread may take a signal that the main one holds.
     program = program.replace(
         "sys.exit(",
@@ -317,7 +321,7 @@ sys.exit(70)
 def peers(pause: float) -> str:
     """A job of peers that are started again for ever, after pauses of at most this."""
     program = RUN_JOB.replace(
-        "run_job(processes)", "run_job(processes, lambda: True, float('inf'))"
+        "processes).code", "processes, lambda: True, float('inf')).code"
     ).replace("import sys", "import sys, train.job.restarts")
     longest = f"train.job.restarts.LONGEST_PAUSE = {pause}\nprocesses = ["
     return program.replace("processes = [", longest)
@@ -369,9 +373,19 @@ def test_a_peer_that_fails_in_another_way_or_has_saved_is_started_again(
     assert "is not started again" not in output
 
 
+def test_who_failed_first_is_named_once_all_peers_have_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    with job_of("raise SystemExit(1)", FAILS, program=peers(1.0)) as job:
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 1
+    *_, last = lines = untimed(out.decode()).splitlines()
+    assert last == "error: process 0 ended first, with exit code 1"
+    assert lines.count(last) == 1
+
+
 def test_a_warning_that_nobody_reads_ends_no_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("SAVED", str(tmp_path / "saved"))
-    program = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
+    program = RUN_JOB.replace("processes).code", "processes, lambda: True).code")
     with job_of(CHATTY, "import time; time.sleep(3); 1 / 0", program=program) as job:
         read_pids(job, 1)
         assert job.stdout is not None
@@ -412,7 +426,7 @@ def test_a_grandchild_that_holds_the_pipe_is_not_waited_for():
 def test_a_program_that_cannot_be_started_stops_those_that_were():
     code = """
 from train.job.processes import Process, run_job
-run_job([Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
+run_job(lambda: [Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
 """
     job = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=100
@@ -424,7 +438,7 @@ run_job([Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
 SUPERVISE = """
 import itertools
 import sys
-from train.job.processes import Process, supervise
+from train.job.processes import Process, run_job
 
 count = itertools.count(1)
 
@@ -435,7 +449,7 @@ def job_of():
         for i, code in enumerate(sys.argv[1:])
     ]
 
-sys.exit(supervise(job_of, 2))
+sys.exit(run_job(job_of, lambda: False, 2).code)
 """
 
 
@@ -454,8 +468,8 @@ def test_a_job_that_lost_a_process_is_started_again_as_a_whole():
         f"[1] start {number}" for number in (1, 2, 3)
     ]
     assert [x for x in lines if x.startswith("warning")] == [
-        "warning: restart 1 of 2",
-        "warning: restart 2 of 2",
+        "warning: the job is started again; restarts left: 1",
+        "warning: the job is started again in 1 s; restarts left: 0",
     ]
 
 
@@ -464,21 +478,70 @@ def test_what_fails_each_time_ends_with_the_first_cause():
     code, lines = supervised(fails)
     assert code == 134
     first = "process 0 ended first, with exit code 70"
-    assert lines[-1] == f"error: gave up after 2 restarts; first {first}"
+    assert lines[-1] == (
+        f"error: gave up after 3 failures without a newer checkpoint; first {first}"
+    )
+
+
+# Saves in each life but one step, and then fails.
+SAVES = """
+import os, time
+from pathlib import Path
+
+run, start = Path({run!r}), int(os.environ["START"])
+print(f"8 devices; folder {{run}}", flush=True)
+print("step 1/9  loss 2", flush=True)
+time.sleep(0.5)  # For the launcher to read it.
+if start < 6:
+    (run / "checkpoints" / str(start)).mkdir(parents=True)
+raise SystemExit(70 if start < {starts} else 0)
+"""
+
+
+def test_a_job_that_saves_before_each_failure_is_started_again_at_once(tmp_path):
+    """More often than it may fail in vain, and without pauses."""
+    code, lines = supervised(SAVES.format(run=str(tmp_path), starts=6))
+    assert code == 0
+    again = "warning: the job is started again; restarts left: 1"
+    assert [x for x in lines if x.startswith("warning")] == [again] * 5
 
 
 @pytest.mark.slow
-def test_who_gives_up_says_how_to_go_on(tmp_path):
+def test_a_job_that_no_longer_saves_is_given_up(tmp_path):
+    code, lines = supervised(SAVES.format(run=str(tmp_path), starts=99))
+    assert code == 70
+    assert [x.partition("again")[2] for x in lines if x.startswith("warning")] == [
+        *["; restarts left: 1"] * 5,
+        " in 1 s; restarts left: 0",
+    ]
+    first = "process 0 ended first, with exit code 70, after step 1/9"
+    assert lines[-1] == (
+        f"error: gave up after 3 failures without a newer checkpoint; first {first}"
+    )
+
+
+def test_a_signal_ends_the_pause_before_a_restart():
+    fails = "import sys; print('fails', flush=True); sys.exit(70)"
+    # Long enough for the signal to come within it on a busy machine.
+    with job_of(fails, program=SUPERVISE.replace("2).code", "9).code")) as job:
+        while b"in 4 s" not in read_lines(job, 1)[0]:
+            pass
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert b"fails" not in out
+
+
+def test_who_gives_up_says_how_to_go_on(tmp_path, capsys):
     for name in ("500", "1000", "1500.temporary"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    fails = f"print('8 devices; folder {tmp_path}'); raise SystemExit(70)"
-    code, lines = supervised(fails, "import time; time.sleep(9)")
-    assert code == 70
-    assert lines[-1] == (
-        f"step 1000 is saved: decentjax launch -n 2 resume {tmp_path} goes on from it"
+    say_how_to_continue(Ended(70, folder=str(tmp_path)), 2)
+    assert untimed(capsys.readouterr().err) == (
+        f"step 1000 is saved: decentjax launch -n 2 resume {tmp_path} goes on from it\n"
     )
-    _, lines = supervised(fails.replace("70", "1"))  # A wrong request, before a step.
-    assert "is saved" not in lines[-1]
+    say_how_to_continue(Ended(1, folder=str(tmp_path)), 2)  # A wrong request.
+    say_how_to_continue(Ended(70, signal.SIGTERM, str(tmp_path)), 2)
+    assert not capsys.readouterr().err
 
 
 def test_an_error_that_several_processes_have_is_printed_once():
@@ -534,8 +597,9 @@ def test_the_processes_run_the_module_asked_for(arguments, wanted, monkeypatch):
     begun = []
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
-        "train.launch.supervise", lambda start, *_: begun.extend(start())
+        "train.launch.run_job", lambda start, *_: begun.extend(start()) or Ended(0)
     )
+    monkeypatch.setattr("train.launch.are_peers", lambda _: False)
     main(["-n", "2", *arguments.split()])
     places = []
     for process in begun:
@@ -654,8 +718,69 @@ def test_a_lost_process_of_a_script_starts_the_whole_job_again(script, tmp_path)
     )
     code, lines = launched("-n", 2, "--max-restarts", 1, script, dies)
     assert code == 0
-    assert "warning: restart 1 of 1" in lines
+    assert any("the job is started again" in line for line in lines)
     assert [line[:3] for line in lines if "NUM_PROC" in line].count("[1]") == 2
+
+
+PEER = """
+import os, sys, time
+from pathlib import Path
+from decentjax import distributed
+
+_ = sys.argv[2:] and distributed.initialize()
+workers, n, mesh = distributed.initialize_peer()
+own, folder = str(workers[0]), Path(sys.argv[1])
+with (folder / own).open("a") as file:
+    file.write(".")
+print("worker", own, "of", n)
+if own == "3" and (folder / own).read_text() == ".":
+    os.kill(os.getpid(), 9)
+while (folder / "3").read_text() != "..":
+    time.sleep(0.1)
+"""
+
+
+def test_a_lost_peer_of_a_script_is_started_again_alone(tmp_path, monkeypatch):
+    """The second of two machines: its processes have the numbers 2 and 3 of five."""
+    script = tmp_path / "peers.py"
+    script.write_text(PEER)
+    (tmp_path / "3").touch()
+    monkeypatch.setenv("MACHINE", "1")
+    options = ("--elastic", "--first-process", "MACHINE", "--places", 5)
+    code, lines = launched("-n", 2, *options, script, tmp_path)
+    assert code == 0
+    assert [line for line in lines if "worker" in line or "warning:" in line] == [
+        "[2] worker 2 of 5",
+        *["[3] worker 3 of 5"] * 2,
+        "warning: process 3 ended, killed by SIGKILL; started again",
+    ]
+    code, lines = launched("-n", 1, "--elastic", script, tmp_path, "job")
+    assert code == 1
+    assert any("peers, which are no job: call initialize_peer()" in x for x in lines)
+
+
+def test_an_elastic_run_keeps_the_quorum_of_its_file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import dataclasses\nfrom configs.quickstart import config\n"
+        "from train.config import QuorumExchange, RoundsMethod, TopologyConfig\n"
+        "config = dataclasses.replace(config, method=RoundsMethod(),\n"
+        "    topology=TopologyConfig(name='complete'), exchange=QuorumExchange())\n"
+    )
+    own = [str(path), "--seed", "1"]
+    assert elastic_arguments(own) == own
+    added = ["--exchange", "peers", "--exchange.elastic"]
+    assert elastic_arguments(["quickstart"]) == ["quickstart", *added]
+
+
+def test_two_processes_of_one_number_are_named(tmp_path, capsys):
+    arguments = "--elastic --first-process 1 --places 5 tests/line.py --run-dir"
+    with lock(tmp_path / "process-2"), pytest.raises(SystemExit) as ended:
+        main(["-n", "2", *arguments.split(), str(tmp_path)])
+    assert f"{tmp_path}/process-2 is in use by process {os.getpid()} on" in (
+        said := f"{capsys.readouterr().err}{ended.value.code}"
+    )
+    assert "two processes have the number 2: give each machine numbers of its" in said
 
 
 def test_a_signal_reaches_all_processes_of_a_script(tmp_path):
@@ -674,7 +799,9 @@ def test_whether_they_are_peers_is_asked_before_one_fails(monkeypatch):
     """The answer takes seconds, in which those who do not notice would live on."""
     asked = threading.Event()
     monkeypatch.setattr("train.launch.are_peers", lambda _: asked.set())
-    monkeypatch.setattr("train.launch.supervise", lambda *_: int(not asked.wait(60)))
+    monkeypatch.setattr(
+        "train.launch.run_job", lambda *_: Ended(int(not asked.wait(60)))
+    )
     assert main(["--processes", "2", str(ROOT / "tests" / "line.py")]) == 0
 
 
@@ -750,7 +877,17 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 --resume runs/a", "--resume is unknown before runs/a"),
         ("-n 2 a.py", "error: there is no config or script a.py"),
         ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
-        ("-n 2 --elastic tests/saving.py", "--elastic is for configs"),
+        ("-n 2 --first-process 0 --places 2 tests/saving.py", "peers: add --elastic"),
+        ("-n 2 --first-process 0 --places 2 tests/line.py", "is for peers: add --elas"),
+        ("-n 2 --elastic --first-process 2 tests/line.py", "takes --places P, the nu"),
+        (
+            "-n 2 --elastic --first-process 2 --places 3 tests/line.py",
+            "places must be at least 4, the number of processes up to the last one he",
+        ),
+        (
+            "-n 2 --elastic --first-process NODE --places 4 tests/line.py",
+            "must be a number from 0, or a variable that has one; NODE is not set",
+        ),
         (
             "-n 2 --elastic tests/tiny.py --exchange background",
             "--elastic starts peers, got --exchange background: leave out one",
@@ -775,67 +912,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
 )
 def test_bad_input_gets_a_sentence_at_once(arguments, sentence, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("train.launch.supervise", lambda start, *_: start())
+    monkeypatch.setattr("train.launch.run_job", lambda start, *_: start())
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     assert sentence in f"{capsys.readouterr().err}{ended.value.code}"
-
-
-EARLY = """
-srun() { sleep 60; }
-trap '[[ $BASH_COMMAND != run=?* ]] || kill -USR1 $$' DEBUG
-"""
-SRUN = """#!/bin/bash
-echo "$@" >> calls
-trap 'echo stopped >> calls; exit 0' TERM
-if [[ $CODE == wait ]]; then echo ready; while true; do sleep 0.05; done; fi
-exit "$CODE"
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "restarts", "ended", "again"),
-    [
-        ("0", "0", 0, False),
-        ("1", "0", 1, False),
-        ("71", "0", 71, False),
-        ("70", "0", 70, True),
-        ("137", "4", 137, True),
-        ("137", "5", 137, False),
-        ("wait", "9", 0, True),
-        ("early", "9", 143, True),
-    ],
-)
-def test_slurm_queues_a_run_again(code, restarts, ended, again, tmp_path):
-    """The real script, with commands in the place of Slurm's."""
-    for name, text in {
-        "srun": SRUN,
-        "scontrol": '#!/bin/bash\necho "$@" >> calls',
-    }.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    variables = dict.fromkeys(
-        ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), "8"
-    )
-    variables |= {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": restarts}
-    if code == "early":  # Before the script knows the process that it has started.
-        (tmp_path / "early").write_text(EARLY)
-        variables["BASH_ENV"] = "early"
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    with subprocess.Popen(
-        ["bash", str(ROOT / "configs" / "cluster.sbatch"), "configs/a.py"],
-        cwd=tmp_path,
-        env={**os.environ, **variables, "PATH": path, "CODE": code},
-        stdout=subprocess.PIPE,
-    ) as job:
-        if code == "wait":
-            assert read_lines(job, 1) == [b"ready\n"]
-            job.send_signal(signal.SIGUSR1)
-        assert job.wait(60) == ended
-    calls = (tmp_path / "calls").read_text().splitlines()
-    if code == "early":
-        assert calls == ["requeue 123"]
-        return
-    first, *rest = calls
-    assert "decentjax train configs/a.py --auto-resume --distributed.enabled" in first
-    assert rest == ["stopped"] * (code == "wait") + ["requeue 123"] * again

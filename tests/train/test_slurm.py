@@ -34,6 +34,7 @@ def test_a_script_differs_from_the_shipped_one_where_it_is_filled_in():
         "#SBATCH --gpus-per-node=4",
         "#SBATCH --cpus-per-task=3",
         "#SBATCH --time=01:30:00",
+        "exec /env/python -m decentjax requeue --max-restarts 5 \\",
         '  /env/python -m decentjax train quickstart --lr 1 "$@" --auto-resume '
         "--distributed.enabled \\",
     ]
@@ -51,11 +52,11 @@ def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
         job(config=Path("own config.py")), ["--init-from", "a b"], "my python"
     )
     (tmp_path / "job.sbatch").write_text(made)
-    (tmp_path / "srun").write_text(
+    (tmp_path / "my python").write_text(
         "#!/bin/bash\npython3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "
         '"$@"\n'
     )
-    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "my python").chmod(0o755)
     names = "SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"
     given = dict.fromkeys(names, "8") | {"SLURM_JOB_ID": "1"}
     done = subprocess.run(
@@ -67,10 +68,49 @@ def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
     )
     arguments = json.loads(done.stdout)
     at = arguments.index("my python")
+    assert arguments[: at - 2] == [
+        *("-m", "decentjax", "requeue", "--max-restarts", "5", "srun"),
+    ]
     assert arguments[at + 1 : at + 9] == [
         *("-m", "decentjax", "train", str(tmp_path / "own config.py")),
         *("--init-from", "a b", "--seed", "3"),
     ]
+
+
+QUORUM = [
+    *("--method", "rounds", "--topology.name", "complete", "--exchange", "quorum"),
+    *("--exchange.bind", "ib0"),
+]
+RING = ["--exchange", "peers", "--topology.name", "ring", "--exchange.bind", "ib0"]
+
+
+def test_a_node_of_peers_is_a_job_of_its_own():
+    """Whose end ends no other."""
+    made = sbatch(job(nodes=3, gpus=4, cpus=2), QUORUM, "/env/python")
+    lines = made.splitlines()
+    assert {
+        *("#SBATCH --array=0-2", "#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1"),
+        *("#SBATCH --gpus-per-node=4", "#SBATCH --cpus-per-task=8", "processes=4"),
+    } <= {*lines}
+    assert "--kill-on-bad-exit=1" not in made
+    assert '--places "$places" --elastic quickstart --method rounds' in made
+    assert "--elastic" not in (one := sbatch(job(nodes=2, gpus=1), RING, "python"))
+    assert '--places "$places" --max-restarts=5 quickstart --exchange peers' in one
+
+
+def test_a_manifest_of_peers_looks_into_their_folder():
+    more = ["--run-dir", "/runs/own"]
+    made = yaml.safe_load(manifest(job(nodes=2, gpus=1), [*QUORUM, *more]))
+    assert "failurePolicy" not in made["spec"]
+    (workers,) = made["spec"]["replicatedJobs"]
+    spec = workers["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == 2
+    (container,) = spec["template"]["spec"]["containers"]
+    assert "--places=2" in container["args"]
+    assert container["args"][-len(QUORUM) - 2 :] == [*QUORUM, *more]
+    for probe in ("readinessProbe", "livenessProbe"):
+        (*_, words) = container[probe]["exec"]["command"]
+        assert " /runs/own/process-$JOB_COMPLETION_INDEX/metrics.jsonl" in words
 
 
 def test_a_manifest_has_a_pod_for_each_process():
@@ -167,6 +207,10 @@ def test_the_command_prints_it(capsys):
         (["quickstart", "--", "--lrr", "3"], "no option --lrr: "),
         (["quickstart", "--jobset", "--", "--lr", "a"], "learning-rate must be a num"),
         (["quickstart", "--nodes", "3"], "to be a power of two, got 3"),
+        (
+            ["quickstart", "--nodes", "2", "--", *RING[:-2]],
+            "peers of several nodes listen at their network: after -- give --exchang",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_gets_a_sentence(arguments, words, capsys):

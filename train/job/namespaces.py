@@ -135,7 +135,7 @@ def in_cluster(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> int:
       PermissionError: if this process may not create namespaces.
     """
 
-    def send(signum: int) -> None:
+    def send(signum: int, _: int) -> None:
         assert switch.pid is not None
         if switch.is_alive():
             os.kill(switch.pid, signum)

@@ -22,13 +22,9 @@ from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
 from train.cli.times import say
 from train.job.restarts import (
     ERROR,
-    FOLDER,
     LONGEST_PAUSE,
-    STEP,
-    TRIES,
     Failures,
     Life,
-    newest_step,
 )
 from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 from train.printable import printable
@@ -65,12 +61,15 @@ class Process(NamedTuple):
       env: environment variables in addition to those of this process.
       is_ready: whether stop signals may reach it at once; else it begins with them
         held, and takes them itself, so that none comes before its handlers.
+      trains: whether it trains from its beginning on, as far as the launcher can know;
+        else from the first step that it prints.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
     is_ready: bool = True
+    trains: bool = False
 
 
 class Ended(NamedTuple):
@@ -78,59 +77,17 @@ class Ended(NamedTuple):
 
     Args:
       code: its exit code.
-      cause: which process failed first, and how; empty where none did.
-      asked: whether a signal, or an output that closed, has ended it.
+      asked: the signal that has ended it, SIGPIPE for an output that closed; else 0.
       folder: the folder that a run has printed, if any.
     """
 
     code: int
-    cause: str = ""
-    asked: bool = False
+    asked: int = 0
     folder: str = ""
 
 
-def supervise(
-    start: Callable[[], Sequence[Process]],
-    max_restarts: float,
-    are_peers: Callable[[], bool] = lambda: False,
-    grace: float = math.inf,
-) -> int:
-    """Runs a job as `run_job` does, and starts it again where a process was lost.
-
-    Not after a signal to this process, nor after an exit code that would come again. Of
-    peers the process that was lost is started alone.
-
-    Args:
-      start: function that returns the processes of one more start.
-      max_restarts: how often the job, or of peers a process, is started again.
-      are_peers: as in `run_job`.
-      grace: as in `run_job`.
-
-    Returns:
-      The exit code of the last job.
-    """
-    first, restarts = "", 0
-    while True:
-        processes = start()
-        ended = run_job(processes, are_peers, max_restarts, grace)
-        first = first or ended.cause
-        again = not (ended.asked or ended.code in FINAL or are_peers())
-        if not again or restarts == max_restarts:
-            break
-        restarts += 1
-        say(f"warning: restart {restarts} of {max_restarts}")
-    if again and max_restarts:
-        say(f"error: gave up after {restarts} restarts; first {first}")
-    if again and (step := newest_step(ended.folder)):
-        say(
-            f"step {step} is saved: decentjax launch -n {len(processes)} resume "
-            f"{ended.folder} goes on from it"
-        )
-    return ended.code
-
-
 def run_job(
-    processes: Sequence[Process],
+    start: Callable[[], Sequence[Process]],
     are_peers: Callable[[], bool] = lambda: False,
     max_restarts: float = 0,
     grace: float = math.inf,
@@ -139,43 +96,36 @@ def run_job(
 
     The code is 0 if all ended with 0, else that of the process that failed first: 128 +
     the signal if one killed it. The others then have 1.5 s to end by themselves, and
-    0.4 s from SIGTERM to SIGKILL; peers continue, and the lost one is restarted, or the
-    command to restart it is printed. The first SIGINT, SIGTERM, SIGHUP or SIGUSR1
-    reaches all as SIGTERM, for them to save and end; a second one, a second later at
-    the earliest, as SIGKILL. A closed output, as after `| head`, counts as such a
-    signal; the code is then 141, as for SIGPIPE.
+    0.4 s from SIGTERM to SIGKILL, and all are started again; peers continue, and the
+    lost one is restarted alone, or the command to restart it is printed. None is
+    started again after a signal to this process, nor after an exit code that would come
+    again. The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches all as SIGTERM, for them
+    to save and end; a second one, a second later at the earliest, as SIGKILL. A closed
+    output, as after `| head`, counts as such a signal; the code is then 141, as for
+    SIGPIPE.
 
     Args:
-      processes: the processes.
+      start: function that returns the processes of one more start.
       are_peers: whether the others continue if one fails; called when one has.
-      max_restarts: of peers, how often a process that was lost is started again.
+      max_restarts: how often in a row the job, or of peers a process, is started again
+        without having got on, see `Failures`.
       grace: seconds from a first signal to SIGKILL, for all that have not ended.
 
     Raises:
       OSError: if a program cannot be started; those already started are killed.
     """
     with selectors.DefaultSelector() as selector:
-        job = _Job(selector, are_peers, max_restarts, grace)
+        job = _Job(selector, start, are_peers, Failures(max_restarts), grace)
         sys.stdout.flush()
         with pass_stop_signals_to(job.stop):
             try:
-                for process in processes:
-                    job.start(process)
                 job.wait()
             finally:
-                for child in job.children:
-                    child.close()
+                job.close()
     if job.output.closed:
-        return Ended(128 + signal.SIGPIPE, asked=True)
-    if job.failed is None:
-        return Ended(0, asked=job.asked)
-    stopped = len(processes) > 1 and not are_peers()
-    others = "; the others were stopped" if stopped else ""
-    code, how = describe_exit(job.failed.popen.returncode)
-    after = f", after step {job.after}" if job.after else ""
-    cause = f"process {job.failed.name} ended first, {how}{after}"
-    say(f"error: {cause}{others}")
-    return Ended(code, cause, job.asked, job.output.folder)
+        return Ended(128 + signal.SIGPIPE, signal.SIGPIPE)
+    code, _ = describe_exit(job.failed.popen.returncode) if job.failed else (0, "")
+    return Ended(code, job.asked, job.output.life.folder)
 
 
 def describe_exit(returncode: int) -> tuple[int, str]:
@@ -202,12 +152,11 @@ class _Output:
     Attributes:
       closed: whether it is closed.
       stops: whether the processes must still be stopped when it closes.
-      step: the last step that any process has printed, such as "480/600".
-      folder: the folder that a run has printed.
+      life: what all processes have printed since their last start.
     """
 
     def __init__(self):
-        self.closed, self.stops, self.step, self.folder = False, True, "", ""
+        self.closed, self.stops, self.life = False, True, Life()
         self._errors: dict[bytes, tuple[str, float]] = {}
 
     def is_known(self, error: bytes, name: str) -> bool:
@@ -219,10 +168,6 @@ class _Output:
         return known
 
     def print(self, data: bytes) -> None:
-        if steps := STEP.findall(data):
-            self.step = steps[-1].decode()
-        if folder := FOLDER.search(data):
-            self.folder = os.fsdecode(folder[1])
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
@@ -240,7 +185,7 @@ class _Child:
         self, process: Process, selector: selectors.BaseSelector, output: _Output
     ):
         self.name, self.process = process.name, process
-        self.life = Life()
+        self.life = Life(process.trains)
         self._selector, self._output = selector, output
         self.unprinted = b""
         self.in_noise = False
@@ -308,6 +253,7 @@ class _Child:
             text = b"error: process %b: lost a peer: %b" % (name, abort[1])
         line = b"[%b] %b\n" % (name, text)
         self.life.hear(line)
+        self._output.life.hear(line)
         error = ERROR.match(text)
         if error and self._output.is_known(error[1].rstrip(), self.name):
             return b""
@@ -350,42 +296,35 @@ class _Job:
     """Processes that run beside each other.
 
     Attributes:
-      children: all that were started, without those that were started again.
       failed: the first that failed and was not started again, if any.
-      after: the last step that was printed before, such as "480/600", if any.
-      asked: whether a signal has asked it to end.
+      asked: the signal that has asked it to end, or 0.
+      output: where all print.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
+        start: Callable[[], Sequence[Process]],
         are_peers: Callable[[], bool],
-        max_restarts: float,
+        failures: Failures,
         grace: float,
     ):
-        self.children: list[_Child] = []
         self.failed: _Child | None = None
-        self.after = ""
-        self.asked, self.output = False, _Output()
-        self._selector, self._are_peers = selector, are_peers
-        self._restarts, self._grace = max_restarts, grace
+        self.asked, self.output = 0, _Output()
+        self._selector, self._start, self._are_peers = selector, start, are_peers
+        self._failures, self._grace = failures, grace
+        # All that were started, without those that were started again.
+        self._children: list[_Child] = []
         self._running: set[_Child] = set()
         self._escalation: list[tuple[float, int]] = []
-        self._failures = Failures()
-        self._paused: list[tuple[float, Process]] = []
+        # When a process, or with None all of them, are started.
+        self._paused: list[tuple[float, Process | None]] = [(0.0, None)]
+        self._after = self._first = ""
 
-    def start(self, process: Process) -> None:
-        with hold_stop_signals():  # Until `stop` can reach it.
-            child = _Child(process, self._selector, self.output)
-            self.children.append(child)
-            self._running.add(child)
-            if self.asked:  # It came too late for `stop` to reach it.
-                child.popen.send_signal(signal.SIGTERM)
-
-    def stop(self, signum: int) -> None:
-        self.asked = True
+    def stop(self, signum: int, came: int) -> None:
+        self.asked = self.asked or came
         self.output.stops = False  # A second SIGTERM would end them before they save.
-        _send(self.children, signum)
+        _send(self._children, signum)
         self._escalation.append((time.monotonic() + self._grace, signal.SIGKILL))
 
     def wait(self) -> None:
@@ -406,54 +345,103 @@ class _Job:
             due = [process for when, process in self._paused if when <= now]
             self._paused = [one for one in self._paused if one[0] > now]
             for process in due:
-                self._start_again(process)
+                if process is None:
+                    for each in self._start():
+                        self._start_one(each)
+                else:
+                    self._start_again(process)
             if self.output.closed and self.output.stops:
-                self.stop(signal.SIGTERM)
+                self.stop(signal.SIGTERM, signal.SIGPIPE)
             if time.monotonic() >= at:
                 self._escalation.remove((at, signum))
                 _send(self._running, signum)
+            waits = self._running or (self._paused and not self.asked)
+            if self.failed and not waits:
+                self._all_ended(self.failed)
 
-    def _fail(self, child: "_Child") -> None:
-        """Goes on after a failure: without it, with it again, or not at all."""
+    def close(self) -> None:
+        """Kills what still runs, and forgets all."""
+        for child in self._children:
+            child.close()
+        self._children.clear()
+
+    def _start_one(self, process: Process) -> None:
+        with hold_stop_signals():  # Until `stop` can reach it.
+            child = _Child(process, self._selector, self.output)
+            self._children.append(child)
+            self._running.add(child)
+            if self.asked:  # It came too late for `stop` to reach it.
+                child.popen.send_signal(signal.SIGTERM)
+
+    def _fail(self, child: _Child) -> None:
+        """Continues after a failure: without it, with it again, or not at all."""
         code, how = describe_exit(child.popen.returncode)
         if not self._are_peers():
             if self.failed is None:
                 term = time.monotonic() + GRACE_SECONDS
                 self._escalation += [(term, signal.SIGTERM)]
                 self._escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
-        elif code not in FINAL and not self.asked and self._restarts:
-            pause = self._failures.pause(child.name, code, child.life)
+        elif code not in FINAL and not self.asked:
+            got_on = child.life.has_saved() or child.life.has_trained()
+            pause = self._failures.pause(child.name, code, got_on)
             if pause is not None:
-                return self._restart(child, pause)
-            say(
-                f"error: process {child.name} has failed {TRIES} times in a row, {how} "
-                "and nothing saved, and is not started again; correct the cause first; "
-                f"it said at last: {os.fsdecode(child.life.said)}"
-            )
+                self._say_again(
+                    f"process {child.name} ended, {how}; ", pause, child.name
+                )
+                self._children.remove(child)
+                child.close()
+                self._paused.append((time.monotonic() + pause, child.process))
+                return
+            if (count := self._failures.count(child.name)) > 1:
+                say(
+                    f"error: process {child.name} has failed {count} times in a row, "
+                    f"{how} and nothing saved, and is not started again; correct the "
+                    f"cause first; it said at last: {os.fsdecode(child.life.said)}"
+                )
             if self._running:
                 _say_how_to_return(child)
         # One that cannot be carried out has said why, and would be no better off again.
         elif self._running and code not in (1, 2):
             _say_how_to_return(child)
         if self.failed is None:
-            self.failed, self.after = child, self.output.step
+            self.failed, self._after = child, self.output.life.step
 
-    def _restart(self, child: "_Child", pause: float) -> None:
-        self._restarts -= 1
-        _, how = describe_exit(child.popen.returncode)
-        few = self._restarts < math.inf
-        left = f"; restarts left: {self._restarts}" if few else ""
+    def _all_ended(self, failed: _Child) -> None:
+        """Names the first that failed, and starts a job again if that may help."""
+        if self.output.closed:
+            return
+        code, how = describe_exit(failed.popen.returncode)
+        after = f", after step {self._after}" if self._after else ""
+        cause = f"process {failed.name} ended first, {how}{after}"
+        is_job = not self._are_peers()
+        stopped = is_job and len(self._children) > 1
+        say(f"error: {cause}{'; the others were stopped' if stopped else ''}")
+        if not is_job or code in FINAL or self.asked:
+            return
+        pause = self._failures.pause("", code, self.output.life.has_saved())
+        count = self._failures.count("")
+        self._first = cause if count == 1 else self._first
+        if pause is not None:
+            self._say_again("the job is ", pause)
+            self.close()
+            self.failed, self.output.life = None, Life()
+            self._escalation.clear()
+            self._paused.append((time.monotonic() + pause, None))
+        elif count > 1:
+            say(
+                f"error: gave up after {count} failures without a newer checkpoint; "
+                f"first {self._first}"
+            )
+
+    def _say_again(self, ended: str, pause: float, name: str = "") -> None:
         when = f" in {pause:.0f} s" if pause else ""
-        again = f"started again{when}{left}"
-        say(f"warning: process {child.name} ended, {how}; {again}")
-        self.children.remove(child)
-        child.close()
-        self._paused.append((time.monotonic() + pause, child.process))
+        left = self._failures.left(name)
+        say(f"warning: {ended}started again{when}{left}")
 
     def _start_again(self, process: Process) -> None:
         """Starts a process now, or later where the machine has no room for it."""
         try:
-            self.start(process)
+            self._start_one(process)
         except OSError as error:
             if not self._running:
                 raise

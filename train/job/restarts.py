@@ -1,6 +1,7 @@
-"""When a process that has failed is started again: at once, after a pause, or never."""
+"""Restarts of processes and jobs that have failed: at once, after a pause, or never."""
 
 import collections
+import math
 import os
 import re
 import time
@@ -18,16 +19,21 @@ TRIES = 8  # Equal failures in a row, after which another would be no better.
 
 
 class Life:
-    """What a process prints of its life.
+    """What a process, or a whole job, prints of its life.
+
+    Args:
+      trains: whether it trains from its beginning; else from its first step on.
 
     Attributes:
       said: its last error, or else its last line.
+      step: the last step that it has printed, such as "480/600".
+      folder: the folder of the run, once it has printed it.
     """
 
-    def __init__(self):
-        self.said, self._began = b"", time.monotonic()
-        self._folder, self._saved, self._steps = "", None, False
-        self._failed = False
+    def __init__(self, trains: bool = False):
+        self.said, self.step, self.folder = b"", "", ""
+        self._began, self._trains = time.monotonic(), trains
+        self._saved, self._failed = None, False
 
     def hear(self, line: bytes) -> None:
         """Takes in a line as the launcher prints it, "[3] step 480/600"."""
@@ -36,40 +42,69 @@ class Life:
         if error or (text and not self._failed):
             self.said, self._failed = error[1] if error else text, bool(error)
         if folder := FOLDER.search(line):
-            self._folder = os.fsdecode(folder[1])
-            self._saved = newest_step(self._folder)
-        self._steps |= bool(STEP.search(line))
+            self.folder = os.fsdecode(folder[1])
+            self._saved = newest_step(self.folder)
+        if step := STEP.search(line):
+            self.step, self._trains = step[1].decode(), True
 
-    def got_on(self) -> bool:
-        """Whether it has saved a step, or taken steps for long."""
-        if newest_step(self._folder) != self._saved:
-            return True
-        return self._steps and time.monotonic() - self._began > LONG_SECONDS
+    def has_saved(self) -> bool:
+        """Whether it has saved a newer step than it has found."""
+        return newest_step(self.folder) != self._saved
+
+    def has_trained(self) -> bool:
+        """Whether it has trained for long: it does not fail at its start."""
+        return self._trains and time.monotonic() - self._began > LONG_SECONDS
 
 
 class Failures:
-    """The failures of each process since it last got on."""
+    """The failures of each process, or of a whole job, since it last got on.
 
-    def __init__(self):
-        self._pauses: dict[str, float] = {}
-        self._codes = collections.defaultdict(lambda: collections.deque(maxlen=TRIES))
+    Args:
+      most: how many restarts in a row may be in vain.
 
-    def pause(self, name: str, code: int, life: Life) -> float | None:
+    Examples:
+      >>> from train.job.restarts import Failures
+      >>> failures = Failures(most=3)
+      >>> [failures.pause("job", 70, got_on=False) for _ in range(4)]
+      [0.0, 1.0, 2.0, None]
+      >>> failures.pause("job", 70, got_on=True)
+      0.0
+    """
+
+    def __init__(self, most: float):
+        self._most = most
+        self._codes = collections.defaultdict[str, list[int]](list)
+
+    def pause(self, name: str, code: int, got_on: bool) -> float | None:
         """Returns the seconds until a restart: 0, then 1, 2, 4, ... up to a minute.
 
-        None where it would fail again in the same way, with the same code. The texts of
-        one cause may differ, as where there are too few open files.
+        None after too many restarts in vain, or if it would fail again in the same way,
+        with the same code. The texts of one cause may differ, as if there are too few
+        open files.
+
+        Args:
+          name: name of the process; empty for the whole job.
+          code: its exit code.
+          got_on: whether it has got on in the life that has ended.
         """
-        if life.got_on():
-            self._pauses.pop(name, None)
-            self._codes.pop(name, None)
         codes = self._codes[name]
+        if got_on:
+            codes.clear()
         codes.append(code)
-        if len(codes) == TRIES and len(set(codes)) == 1:
+        is_same = len(codes) >= TRIES and len(set(codes[-TRIES:])) == 1
+        if is_same or len(codes) > self._most:
             return None
-        pause = self._pauses.get(name, 0.0)
-        self._pauses[name] = min(max(1.0, 2 * pause), LONGEST_PAUSE)
-        return pause
+        again = len(codes) - 1
+        return min(2.0 ** min(again - 1, 10), LONGEST_PAUSE) if again else 0.0
+
+    def count(self, name: str) -> int:
+        """Returns the number of failures since it last got on."""
+        return len(self._codes[name])
+
+    def left(self, name: str) -> str:
+        """Returns a phrase about the restarts that are left, if they are few."""
+        left = self._most - self.count(name)
+        return f"; restarts left: {left}" if left < math.inf else ""
 
 
 def newest_step(run_dir: str) -> int | None:

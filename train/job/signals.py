@@ -27,21 +27,21 @@ _LIBC = ctypes.CDLL(None)
 
 
 @contextlib.contextmanager
-def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
-    """Calls send(SIGTERM) at the first stop signal, and send(SIGKILL) at a later one.
+def pass_stop_signals_to(send: Callable[[int, int], None]) -> Iterator[None]:
+    """Calls send(SIGTERM, came) at the first stop signal; at a later one with SIGKILL.
 
     Children have sessions of their own, which a terminal's Ctrl-C does not reach.
     """
     first = None
 
-    def pass_on(signum, frame):
+    def pass_on(came, frame):
         nonlocal first
         now = time.monotonic()
         if first is None:
             first = now
-            send(signal.SIGTERM)
+            send(signal.SIGTERM, came)
         elif now - first >= REPEAT_SECONDS:
-            send(signal.SIGKILL)
+            send(signal.SIGKILL, came)
 
     _ignore_stop_signals_at_exit()
     previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}

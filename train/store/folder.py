@@ -128,17 +128,28 @@ def _lock(file: TextIO, run_dir: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(
-            f"{run_dir} is in use by {_written_in(run_dir / 'lock')}: wait for its "
-            "end, or choose another folder with --run-dir; processes of one job need "
-            "--distributed.enabled"
-        ) from error
+        raise in_use(run_dir, _written_in(run_dir / "lock")) from error
     except OSError:
         pass  # Some network file systems have no locks.
     with writing(run_dir / "lock"):
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
+
+
+def in_use(run_dir: Path, who: str) -> ValueError:
+    """The error of a process whose folder is that of another one."""
+    hint = "processes of one job need --distributed.enabled"
+    if run_dir.name.startswith("process-"):
+        number = run_dir.name.partition("-")[2]
+        hint = (
+            f"two processes have the number {number}: give each machine numbers of its "
+            "own, as by --first-process"
+        )
+    return ValueError(
+        f"{run_dir} is in use by {who}: wait for its end, or choose another folder "
+        f"with --run-dir; {hint}"
+    )
 
 
 def holder(run_dir: Path) -> str | None:

@@ -194,7 +194,8 @@ def watch(nodes):
 
 def job(nodes):
     threading.Thread(target=watch, args=[nodes], daemon=True).start()
-    return run_job([nodes.worker(i, sys.argv[2:]) for i in range(3)], lambda: True).code
+    processes = [nodes.worker(i, sys.argv[2:]) for i in range(3)]
+    return run_job(lambda: processes, lambda: True).code
 
 sys.exit(in_cluster(EmulatedCluster(nodes=3), job))
 """

@@ -446,7 +446,7 @@ def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, 21)]
 
 
-RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
+RUN_PEERS = RUN_JOB.replace("processes).code", "processes, lambda: True).code")
 RESTARTED = RUN_PEERS.replace("True)", "True, 2)")
 
 
