@@ -223,16 +223,38 @@ def test_a_process_elsewhere_is_silent_and_is_not_killed(tmp_path, pulse):
     assert f"is number {os.getpid()} on node7, another machine or a container" in said
     silent = pulse._replace(identity=other, written=time.time() - 60)
     write_json(tmp_path / "pulse.0.json", silent)
+    os.utime(tmp_path / "pulse.0.json", (silent.written, silent.written))
     assert "process 0: no sign for 1 min" in status(tmp_path, LATE)
     said = stop(tmp_path, code=LATE)
     assert "has not stopped yet (silent, no sign for 1 min)" in said
     assert stop_file(tmp_path, 0).exists()
 
 
+@pytest.mark.parametrize(("hours", "word"), [(1, "ahead"), (-1, "behind")])
+def test_a_machine_whose_clock_is_off_is_named_and_judged_as_any_other(
+    hours, word, tmp_path, pulse
+):
+    other = pulse.identity._replace(host="node7", boot="another")
+    there = pulse.written + 3600 * hours
+    off = pulse._replace(identity=other, written=there, began=there - 5)
+    path = tmp_path / "pulse.0.json"
+    write_json(path, off)
+    (one,) = members(tmp_path)
+    assert (one.state, one.said) == ("trains", f"its clock is 1 h 0 min {word}")
+    assert abs(one.pulse.began - pulse.began + 5) < 60
+    os.utime(path, (time.time() - 100, time.time() - 100))
+    write_json(path, off._replace(written=there - 100))
+    os.utime(path, (time.time() - 100, time.time() - 100))
+    (one,) = members(tmp_path)
+    assert one.state == "silent"
+    assert one.said.startswith("no sign for 2 min; its clock is 1 h")
+
+
 def test_who_has_written_last_tells_how_many_they_are(tmp_path, pulse):
     """A run of three processes that was resumed by two."""
     old = pulse._replace(process=2, processes=3, written=pulse.written - 100)
     write_json(tmp_path / "pulse.2.json", old)
+    os.utime(tmp_path / "pulse.2.json", (old.written, old.written))
     write_json(tmp_path / "pulse.1.json", pulse._replace(process=1))
     assert [one.process for one in members(tmp_path)] == [0, 1]
 

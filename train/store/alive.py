@@ -30,6 +30,7 @@ CODES = {"failed": FAILED, "lost": FAILED, "unknown": FAILED} | dict.fromkeys(
 SILENT_SECONDS, SILENT_TIMES = 5.0, 5  # Without a pulse, and in the times of its pause.
 # A step that takes so much longer than the median one is late.
 LATE_SECONDS, LATE_TIMES = 10.0, 10
+CLOCK_SECONDS = 30.0  # Between clocks of machines, from which on it is named.
 LONG_SECONDS = 2.0  # From which on it is said what takes long by nature.
 TAIL = 2**16  # Bytes of the log in which its newest row is looked for.
 
@@ -122,9 +123,16 @@ def disk(run_dir: Path) -> Disk:
 def _member(folder: Path, path: Path) -> Member:
     try:
         pulse = read_pulse(path)
+        off = pulse.written - path.stat().st_mtime
     except (OSError, ValueError) as error:
         return _unknown(folder, str(error))
+    is_off = abs(off) > CLOCK_SECONDS
+    if is_off:  # From here on as by the clock of the folder's disk.
+        pulse = pulse._replace(written=pulse.written - off, began=pulse.began - off)
     state, said = _judge(pulse)
+    if is_off:
+        clock = f"its clock is {span(abs(off))} {'ahead' if off > 0 else 'behind'}"
+        said = f"{said}; {clock}" if said else clock
     facts = newest_step(str(folder)), _newest_row(folder)
     return Member(pulse.process, folder, state, said, pulse, *facts)
 
