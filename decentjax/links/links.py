@@ -34,7 +34,7 @@ from decentjax.links.caller import Caller
 from decentjax.links.channel import Channel, Piece
 from decentjax.links.handshake import ANY, Host, Question, RefusedError, answer
 from decentjax.links.inbox import Bell, Edge, Inbox, Message, Said, run
-from decentjax.links.outbox import Outbox, abort
+from decentjax.links.outbox import Mailbox, Outbox, abort
 from decentjax.links.peer_process import PeerProcess
 from decentjax.links.server import Server, Threads
 from decentjax.links.tls import contexts
@@ -397,7 +397,7 @@ class Links:
         self._closing.set()
         self._server.close()
         self._server.threads.join(CLOSE_SECONDS)
-        for box in self._outbox.boxes.values():
+        for box in list(self._outbox.boxes.values()):
             box.abort()
         with self.bell.lock:
             for known in self._peers.values():
@@ -413,8 +413,8 @@ class Links:
         channel, devices = self._channels[edge.channel], self._slices[edge.worker]
         return Message(message.said, channel.to_arrays(message.arrays, devices))
 
-    def _box(self, worker: int, peer: int) -> Any:
-        return self._outbox.boxes[worker, self._peers[peer].guest]
+    def _box(self, worker: int, peer: int) -> Mailbox:
+        return self._outbox.box(worker, self._peers[peer].guest)
 
     def _tend(self) -> None:
         """Looks up peers, and this process's entries, again and again."""
@@ -440,6 +440,7 @@ class Links:
                         self._caller.ask(connection, min(self._slices), ANY)
                     self.unreached.pop(address, None)
                 except (OSError, EOFError, RefusedError) as why:
+                    self.unreached.pop(address, None)
                     if not self.alive():
                         self.unreached[address] = (
                             f"this process at {self._server.address} gets no answer at "
@@ -648,7 +649,7 @@ class Links:
         known()
         self._compare(guest.guest, guest)
         connection.settimeout(None)
-        box = self._outbox.boxes[guest.worker, guest.guest]
+        box = self._outbox.box(guest.worker, guest.guest)
         here = self._reached[guest.guest] = guest.address, time.monotonic()
         try:
             box.serve(connection, guest.life, lambda: self._step, self._wire)

@@ -180,13 +180,18 @@ class Outbox:
 
     def __init__(self, channels: Sequence[Channel]):
         self._channels = channels
-        self.boxes = collections.defaultdict[tuple[int, int], Mailbox](Mailbox)
+        self.boxes, self._lock = dict[tuple[int, int], Mailbox](), threading.Lock()
         self._counts = collections.Counter[tuple[int, int, int]]()
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name="decentjax.outbox", daemon=True
         )
         self._thread.start()
+
+    def box(self, worker: int, guest: int) -> Mailbox:
+        """What a worker sends to the process whose first worker is the guest."""
+        with self._lock:
+            return self.boxes.setdefault((worker, guest), Mailbox())
 
     def send(
         self, frame: Frame, guest: int, life: int, arrays: Sequence[jax.Array]
@@ -200,7 +205,7 @@ class Outbox:
           arrays: the arrays.
         """
         to = frame[1:4]
-        box = self.boxes[frame.worker, guest]
+        box = self.box(frame.worker, guest)
         self._queue.put((box, frame._replace(count=self._counts[to]), life, arrays))
         self._counts[to] += 1
 
