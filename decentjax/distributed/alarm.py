@@ -26,9 +26,14 @@ class Alarm:
         self._timer = ctypes.c_void_p()
         if sys.platform != "linux":
             return
+        # Before version 2.34 of the C library timers are in a library of their own.
+        has_timers = hasattr(_LIBC, "timer_create")
+        self._timers = _LIBC if has_timers else ctypes.CDLL("librt.so.1")
         call = ctypes.cast(_LIBC.alarm, ctypes.c_void_p).value
         event = struct.pack("qiiPP32x", END_SECONDS, 0, _SIGEV_THREAD, call, 0)
-        _LIBC.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
+        self._timers.timer_create(
+            time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)
+        )
         # A default for a program that does not handle it.
         if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
             faulthandler.register(signal.SIGALRM, file=2, chain=True)
@@ -42,7 +47,8 @@ class Alarm:
             self._again = now + END_SECONDS
         whole = 0 if seconds == math.inf else math.ceil(seconds)
         self._due = now + (whole or math.inf)
-        _LIBC.timer_settime(self._timer, 0, struct.pack("4q", 0, 0, whole, 0), None)
+        time_left = struct.pack("4q", 0, 0, whole, 0)
+        self._timers.timer_settime(self._timer, 0, time_left, None)
         if now < self._again:  # The thread of the timer may be late.
             signal.alarm(0)
 
