@@ -33,7 +33,7 @@ def imported(path: Path) -> set[str]:
 def test_the_library_needs_few_packages_alone(path):
     allowed = {"decentjax", "jax", "numpy", "optax", "scipy", *sys.stdlib_module_names}
     # What peers that encrypt need, imported where they begin.
-    allowed |= {"cryptography"} if path.stem == "tunnel" else set()
+    allowed |= {"cryptography"} if path.stem == "tls" else set()
     # As figures, imported where they are drawn.
     allowed |= {"matplotlib"} if path.stem == "analysis" else set()
     assert imported(path) <= allowed
