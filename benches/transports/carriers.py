@@ -94,7 +94,7 @@ class Sockets:
                     filled.clear()
                     while (newest := self._newest.get(peer)) is not confirmed:
                         assert newest
-                        connection.sendall(memoryview(newest[0]))
+                        connection.sendall(newest[0].data)
                         self._receive(connection, bytearray(1))
                         confirmed = newest
             time.sleep(AGAIN_SECONDS)
@@ -280,7 +280,7 @@ class JaxTransfer:
 
     def put(self, peer: int, message: np.ndarray) -> None:
         del peer  # It pulls.
-        (number,) = NUMBER.unpack_from(memoryview(message))
+        (number,) = NUMBER.unpack_from(message.data)
         array = self._jax.device_put(message, self._device)
         self._server.await_pull(number, [array])
 

@@ -55,7 +55,7 @@ class Worker:
           TimeoutError: if a message does not arrive.
           ValueError: if other bytes arrive, or they came past the network.
         """
-        sent, before = _sent_bytes(), len(self._arrivals)
+        sent, before = _sent_bytes(), self._number
         used, begin = time.process_time(), time.monotonic()
         for _ in range(count):
             message = self._next(self._models[self._number % 2])
@@ -65,7 +65,7 @@ class Worker:
                     raise TimeoutError(f"message {self._number} has not arrived")
                 self._carrier.put(0, message)
         seconds, used = time.monotonic() - begin, time.process_time() - used
-        numbers = {number for number, _ in self._arrivals[before:]}
+        numbers = {number for number, _ in self._arrivals if number > before}
         got = np.frombuffer(self._newest, np.uint8)[NUMBER.size :]
         if not np.array_equal(got, self._models[0][NUMBER.size :]):
             raise ValueError("a message has arrived with other bytes")
@@ -109,7 +109,7 @@ class Worker:
 
     def _next(self, message: np.ndarray) -> np.ndarray:
         self._number += 1
-        NUMBER.pack_into(memoryview(message), 0, self._number)
+        NUMBER.pack_into(message.data, 0, self._number)
         return message
 
     def _arrived(self, message: Any) -> None:
