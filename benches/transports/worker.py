@@ -6,6 +6,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -153,5 +154,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # Threads of libraries may not end.
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+    os._exit(0)  # Threads of libraries may not end; the driver sees the pipe close.
