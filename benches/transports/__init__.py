@@ -1,0 +1,1 @@
+"""Transports of models between peers, side by side: `python -m benches.transports`."""
