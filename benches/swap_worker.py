@@ -1,8 +1,11 @@
 """A worker of the exchange bench. Started by `benches.swaps` on each node."""
 
 import functools
+import itertools
 import json
+import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,9 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benches.swaps import COPY, NARROW, ONE, PIECES, SUM, TWO
+from benches.swaps import COPY, ENCRYPTED, NARROW, ONE, PEERS, PIECES, SUM, TWO
 from decentjax import AXIS, mix, over_workers, place, topology, worker_mesh
+from decentjax.gossip import PeerProcess
 from decentjax.gossip.lowerings import fastest_mixes
+from decentjax.gossip.merging import receivers, senders
+from decentjax.links import Links, Piece, Said, Store
 from decentjax.mixing import Lowering, global_mean
 from train.config import DistributedConfig
 from train.job.distributed import start
@@ -94,6 +100,31 @@ def _ways(megabytes: float) -> list[ExchangeWay]:
         mixes = fastest_mixes(graph, mesh, 4 * size, dtype)
         return lambda t: jax.block_until_ready(mixes[graph[t]](model))
 
+    def by_peers(way: str) -> Callable[[int], Any]:
+        worker, count = jax.process_index(), mesh.size
+        party = PeerProcess(
+            Store(f"{way} of {size}"),
+            [worker],
+            worker_mesh(1, jax.local_devices()),
+            bind=socket.gethostname(),
+            secret=b"of this bench alone",
+            encrypted=way == ENCRYPTED,
+        )
+        links = Links(party, count, [[Piece((1, size), jnp.float32)]])
+        links.meet(set(range(count)) - {worker}, math.inf)
+        own, steps = model[0].addressable_data(0), itertools.count()
+
+        def swap(t: int) -> Any:
+            step, exchange = next(steps), graph[t % len(graph)]
+            for peer, _ in receivers(exchange, worker):
+                links.publish(worker, peer, 0, [own], Said(step))
+            for peer, _ in senders(exchange, worker):
+                message = links.wait(worker, peer, 0, step, math.inf)
+                assert message is not None
+                jax.block_until_ready(message.arrays)
+
+        return swap
+
     return [
         ExchangeWay(COPY, lambda t: np.copyto(target, source), 0),
         ExchangeWay(
@@ -105,6 +136,8 @@ def _ways(megabytes: float) -> list[ExchangeWay]:
         ExchangeWay(PIECES, in_one(2**18), 4 * size),
         ExchangeWay(TWO, in_two(None), 4 * size),
         ExchangeWay(NARROW, in_two(jnp.bfloat16), 2 * size),
+        ExchangeWay(PEERS, by_peers(PEERS), 4 * size),
+        ExchangeWay(ENCRYPTED, by_peers(ENCRYPTED), 4 * size),
     ]
 
 

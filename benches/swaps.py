@@ -11,13 +11,15 @@ from benches.results import check_at_least, write_results
 from train.cli.tables import markdown
 from train.job.namespaces import parse_rate
 
-COPY, SUM, ONE, PIECES, TWO, NARROW = (
+COPY, SUM, ONE, PIECES, TWO, NARROW, PEERS, ENCRYPTED = (
     "a copy in memory",
     "sum over all workers",
     "swap in one program",
     "swap in one program, pieces of 256 KiB",
     "swap in two threads",
     "swap in two threads, bfloat16",
+    "swap by peers",
+    "swap by peers, encrypted",
 )
 
 
