@@ -22,7 +22,7 @@ from decentjax.gossip.peer_port import from_anchor, of_permutations, rounds_grap
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import Quorum, QuorumMeans, weighted_mean
 from decentjax.gossip.thread import Beside
-from decentjax.links import Message, Said
+from decentjax.links import Edge, Inbox, Message, Said
 from decentjax.methods import Wagma
 from decentjax.placement import worker_mesh
 from decentjax.plan import topology_of
@@ -123,7 +123,8 @@ class _Replay:
       offered: the leaf groups of all workers, by worker and step, while they are used.
       guests: the workers and steps with whose states others begin.
       shown: these states.
-      weigh: the weights of a simulation with a quorum; None if they are recorded.
+      order: the order of a simulation with a quorum, whose weights are not recorded;
+        else None.
     """
 
     def __init__(
@@ -146,8 +147,11 @@ class _Replay:
         self._uses = collections.Counter(itertools.chain(*self._merged.values()))
         models = (x for each in self.of_steps.values() for y in each for x in y.models)
         is_bare = all(one.weight is None for one in models)
-        is_simulated = isinstance(merge, Quorum) and is_bare
-        self.weigh = _Weigh(self.rounds, merge) if is_simulated else None
+        self.order = (
+            _Order(self.rounds, merge)
+            if isinstance(merge, Quorum) and is_bare
+            else None
+        )
 
     def missing(self, worker: int, step: int) -> list[Version]:
         """The models that a step merges, and that are not offered yet."""
@@ -203,8 +207,8 @@ class _Worker(Beside):
             yield worker, step, state, metrics
 
     def _trained(self, batch: Any) -> None:
-        if self._of.weigh is not None:
-            way = self._of.weigh.way
+        if self._of.order is not None:
+            way = self._of.order.way
             (tokens,) = way.quorum.count_tokens(batch)
             way.tally.count(self._worker, tokens)
 
@@ -222,8 +226,8 @@ class _Recorded(Port):
         layout = Layout(list(leaves.values()), worker_mesh(1))
         (own,) = layout.rows(list(leaves.values()))
         self._of.offered[self._worker, step][group] = own
-        if self._of.weigh is not None:
-            self._of.weigh.send(self._worker, group, own, step)
+        if self._of.order is not None:
+            self._of.order.send(self._worker, group, own, step)
         return functools.partial(self._averaged, group, leaves, layout, step)
 
     def _averaged(
@@ -234,8 +238,8 @@ class _Recorded(Port):
         # is of one fragment.
         used = each[group if len(each) > 1 else 0]
         models = {key: run.offered[key][group] for key in used.versions()}
-        if run.weigh is not None:
-            rows = run.weigh.mean(used, group, models)
+        if run.order is not None:
+            rows = run.order.mean(used, group, models)
         elif isinstance(run.plan, Wagma):
             rows = _group_mean(run.plan, used, models)
         elif isinstance(run.merge, Quorum):
@@ -246,46 +250,46 @@ class _Recorded(Port):
         return dict(zip(leaves, mixed, strict=True))
 
 
-class _Weigh:
-    """The weights of all contributions to the rounds of a simulation.
+class _Order:
+    """Messages of a simulation, which arrive in the order that it has recorded.
 
-    For `QuorumMeans` these are the links, which deliver what the simulation says.
+    For `QuorumMeans`, which weighs them as in a run, these are the links.
+
+    Attributes:
+      way: how rounds are merged.
     """
 
-    def __init__(self, rounds: Rounds, quorum: Any):
-        self.schedule = rounds.schedule
+    def __init__(self, rounds: Rounds, quorum: Quorum):
+        self._schedule, self._inbox = rounds.schedule, Inbox()
         self._graph = of_permutations(rounds_graph(rounds))
         links: Any = self
-        self.way = QuorumMeans(links, self._graph, None, quorum, self.schedule)
-        self._said: dict[tuple[int, int, int, int], Said] = {}
-        self._coming: dict[int, list[Message]] = {}
+        self.way = QuorumMeans(links, self._graph, None, quorum, self._schedule)
+        self._sent: dict[tuple[int, int, int, int], Said] = {}
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         """A worker sends its model of a round."""
-        self.way.send(worker, group, own, self.schedule.count(step))
-
-    def mean(self, used: MergeRecord, group: int, models: Models) -> Rows:
-        """The mean of a worker's round."""
-        at, own = self.schedule.count, models[used.worker, used.step]
-        self._coming = collections.defaultdict(list)
-        for one in used.models:
-            said = self._said.pop((one.peer, used.worker, group, at(one.step)))
-            message = Message(said, models[one.peer, one.step])
-            self._coming[one.peer].append(message)
-        round_ = used.worker, group, own, at(used.step)
-        return self.way.combine(self._graph, *self.way.take(*round_, 0.0))
+        self.way.send(worker, group, own, self._schedule.count(step))
 
     def publish(
         self, worker: int, peer: int, group: int, own: Rows, said: Said
     ) -> None:
-        """Keeps what a message says."""
+        """Keeps a message until it arrives; its model is among those offered."""
         del own
-        self._said[worker, peer, group, said.step] = said
+        self._sent[worker, peer, group, said.step] = said
 
     def take(self, worker: int, peer: int, group: int, step: int) -> list[Message]:
-        """The messages of a peer that the round merges."""
-        del worker, group, step
-        return self._coming[peer]
+        """The messages of a peer that have arrived."""
+        return self._inbox.take(Edge(worker, peer, group), step)
+
+    def mean(self, used: MergeRecord, group: int, models: Models) -> Rows:
+        """The mean of a worker's round."""
+        at, worker = self._schedule.count, used.worker
+        for one in used.models:
+            said = self._sent.pop((one.peer, worker, group, at(one.step)))
+            message = Message(said, models[one.peer, one.step])
+            self._inbox.put(Edge(worker, one.peer, group), message)
+        round_ = worker, group, models[worker, used.step], at(used.step)
+        return self.way.combine(self._graph, *self.way.take(*round_, 0.0))
 
 
 def _in_order(lives: list[Iterator[WorkerStep | str]]) -> Iterator[WorkerStep]:
