@@ -39,7 +39,8 @@ def shared_secret(folder: Path, has_begun: bool = False) -> bytes:
                 "again"
             )
         _place(path, secrets.token_hex(32).encode())
-    _check_private(folder, folder.stat())  # Who can write in it can replace the secret.
+    # Who can write in the folder can replace the secret; its names are no secret.
+    _check_private(folder, folder.stat(), 0o022)
     return read_secret(path)
 
 
@@ -59,7 +60,7 @@ def read_secret(path: Path) -> bytes:
       ValueError: if other users may read it, or its length is wrong.
     """
     with open_plain(path) as file:
-        _check_private(path, os.fstat(file.fileno()))
+        _check_private(path, os.fstat(file.fileno()), 0o077)
         found = file.read(MAX_SECRET_BYTES + 1).strip()
     if not MIN_SECRET_BYTES <= len(found) <= MAX_SECRET_BYTES:
         raise ValueError(
@@ -70,9 +71,9 @@ def read_secret(path: Path) -> bytes:
     return found
 
 
-def _check_private(path: Path, found: os.stat_result) -> None:
-    """Raises a ValueError if another user than this process's may read or change it."""
-    if found.st_mode & 0o077 or found.st_uid != os.geteuid():
+def _check_private(path: Path, found: os.stat_result, rights: int) -> None:
+    """Raises a ValueError if others than the user of this process have any of these."""
+    if found.st_mode & rights or found.st_uid != os.geteuid():
         raise ValueError(
             f"other users can read or change {path}, which user {found.st_uid} owns, "
             f"with mode {found.st_mode & 0o777:o}: remove it, or make a new one that "
