@@ -106,7 +106,7 @@ def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
             proof = _prove(secret, "host", other, nonce, says, answer)
         case _:
             raise RefusedError(NO_SECRET)
-    if not hmac.compare_digest(proof.encode(), mac.encode()):
+    if not _are_equal(proof, mac):
         raise RefusedError(NO_SECRET)
     found = _words(_read_host, answer)
     if question.worker not in (ANY, found.worker):
@@ -137,7 +137,7 @@ def answer(
             proof = _prove(secret, "guest", nonce, other, said)
         case _:
             return None
-    if not hmac.compare_digest(proof.encode(), mac.encode()):
+    if not _are_equal(proof, mac):
         send_words(connection, {})
         return None
     question = _read_question(said)
@@ -197,7 +197,15 @@ def _read_host(text: str) -> Host:
 
 def _are_texts(entries: dict[str, Any]) -> bool:
     pairs = entries.items()
-    return all(name.isdecimal() and isinstance(entry, str) for name, entry in pairs)
+    return all(
+        name.isdecimal() and len(name) < 10 and isinstance(entry, str)
+        for name, entry in pairs
+    )
+
+
+def _are_equal(proof: str, mac: str) -> bool:
+    given = mac.encode(errors="surrogatepass")
+    return hmac.compare_digest(proof.encode(), given)
 
 
 def _prove(secret: bytes, role: Literal["guest", "host"], *said: str) -> str:

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 
 from decentjax._core.fingerprint import ADVICE
+from decentjax.links import wire
 from decentjax.links.address_book import Seeds, address_in
 from decentjax.links.caller import Caller
 from decentjax.links.channel import Channel, Piece
@@ -55,6 +56,7 @@ TEND_SECONDS = 0.1  # Between two looks at what is due.
 LOOK_UP_SECONDS, MOST_LOOK_UP_SECONDS, CONNECTED_SECONDS = 0.1, 1.0, 2.0
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
 SEED_SECONDS = 1.0  # Between two questions to the seeds.
+BRIEF_SECONDS = 1.0  # Of a connection after which the next one waits for a moment.
 ONE_WAY_SECONDS = 5.0  # After which a peer that reaches this process is to be reached.
 MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
 CLOSE_SECONDS = 2.0  # Wait for readers of the last messages.
@@ -70,6 +72,8 @@ class _Peer:
     is_asked: bool = False  # Whether it was asked, and has not answered yet.
     has_ended: bool = False  # Whether it has answered, or an attempt to ask it failed.
     life: int = 0  # Identifies its process; 0 if none is known to be alive.
+    last_life: int = 0  # That of the process that has answered last.
+    left_life: int = 0  # That of one that has ended regularly.
     guest: int = -1  # The first worker of that process.
     step: int = -1  # The step that it has reported.
     floor: int = -1  # Its models up to this step are from before a silence.
@@ -180,10 +184,11 @@ class Links:
         Nothing is sent to an unknown peer, or one that is not in `met`. Arrays that are
         donated before they are computed and read are not sent.
         """
-        known = self._peers[peer]
-        if known.life and peer in self.met:
-            frame = Frame(MESSAGE, worker, peer, channel, said=said)
-            self._outbox.send(frame, known.guest, known.life, arrays)
+        with self.bell.lock:
+            known = self._peers[peer]
+            if known.life and peer in self.met:
+                frame = Frame(MESSAGE, worker, peer, channel, said=said)
+                self._outbox.send(frame, known.guest, known.life, arrays)
 
     def check_first_models(self) -> None:
         """Raises a ValueError if a peer started from a different model."""
@@ -396,9 +401,9 @@ class Links:
         self._outbox.close(CLOSE_SECONDS)
         self._closing.set()
         self._server.close()
-        self._server.threads.join(CLOSE_SECONDS)
         for box in list(self._outbox.boxes.values()):
             box.abort()
+        self._server.threads.join(CLOSE_SECONDS)
         with self.bell.lock:
             for known in self._peers.values():
                 if known.call is not None:
@@ -439,7 +444,7 @@ class Links:
                     with contextlib.closing(self._caller.dial(address)) as connection:
                         self._caller.ask(connection, min(self._slices), ANY)
                     self.unreached.pop(address, None)
-                except (OSError, EOFError, RefusedError) as why:
+                except (OSError, EOFError, ValueError, RefusedError) as why:
                     self.unreached.pop(address, None)
                     if not self.alive():
                         self.unreached[address] = (
@@ -511,61 +516,81 @@ class Links:
                 known.entry, known.address, known.is_asked = entry, address, True
                 if known.call is not None:
                     abort(known.call)
+                    known.call = None
             try:
                 self._threads.start(self._follow, peer, entry, address)
             except RuntimeError:  # The machine is short of threads.
-                known.is_asked = False
+                known.entry, known.is_asked = None, False
 
     def _follow(self, peer: int, entry: str, address: str) -> None:
         """Asks for a peer, and receives what it sends until it ends."""
-        known = self._peers[peer]
+        known, refusal, is_gone = self._peers[peer], "", False
         try:
             # Again at once if the connection broke, but the process has not ended.
             while known.entry == entry and not self._closing.is_set():
-                with contextlib.closing(self._caller.dial(address)) as connection:
-                    host = self._caller.ask(connection, min(self._slices), peer)
-                    if not self._hear(peer, entry, host, connection):
-                        return
-                    connection.settimeout(self._silent_seconds)
-                    with contextlib.suppress(EOFError, ConnectionError, ssl.SSLError):
-                        self._receive(peer, connection)
-                        return
+                if self._call(peer, entry, address):
+                    break
+                if time.monotonic() - known.since < BRIEF_SECONDS:
+                    self._closing.wait(TEND_SECONDS)
         except RefusedError as why:
-            known.life = 0
-            self.refused[peer] = (
-                f"worker {peer} at {address}, asked from {self._server.address}: {why}"
+            refusal, is_gone = (
+                f"{address}, asked from {self._server.address}: {why}",
+                True,
             )
         except ConnectionRefusedError:
-            known.life = 0  # Nothing listens there: not yet, or no longer.
+            is_gone = True  # Nothing listens there: not yet, or no longer.
         except (OSError, EOFError, ValueError):
             pass  # It has not answered, or is silent.
-        finally:
-            if known.entry == entry:
-                with self.bell.lock:
-                    known.call, known.is_asked, known.has_ended = None, False, True
-                    known.looks_at = min(known.looks_at, time.monotonic() + known.pause)
-                    if known.guest >= 0 or peer in self.refused:
-                        self._lose(peer)
-                    self.bell.ring()
+        with self.bell.lock:
+            if known.entry != entry:  # Another thread asks elsewhere.
+                return
+            if refusal:
+                self.refused[peer] = f"worker {peer} at {refusal}"
+            known.life = 0 if is_gone else known.life
+            known.call, known.is_asked, known.has_ended = None, False, True
+            known.looks_at = min(known.looks_at, time.monotonic() + known.pause)
+            if known.guest >= 0 or peer in self.refused:
+                self._lose(peer)
+            self.bell.ring()
+
+    def _call(self, peer: int, entry: str, address: str) -> bool:
+        """Receives what a peer sends; returns whether not to ask it again at once.
+
+        Raises:
+          RefusedError: if the process there is not that peer.
+          OSError, EOFError, ValueError: if it does not answer, or is silent.
+        """
+        with contextlib.closing(self._caller.dial(address)) as connection:
+            host = self._caller.ask(connection, min(self._slices), peer)
+            if not self._hear(peer, entry, host, connection):
+                return True
+            connection.settimeout(self._silent_seconds)
+            with contextlib.suppress(EOFError, ConnectionError, ssl.SSLError):
+                self._receive(peer, connection)
+                return True
+        return False
 
     def _hear(
         self, peer: int, entry: str, host: Host, connection: socket.socket
     ) -> bool:
-        """Takes in that a peer has answered; returns whether its entry is the same."""
+        """Takes in that a peer has answered; returns whether it is still wanted."""
         known = self._peers[peer]
         with self.bell.lock:
-            if known.entry != entry:
+            has_left = host.life == known.left_life
+            if known.entry != entry or has_left or self._closing.is_set():
                 return False
             self._compare(peer, host)
-            if host.life != known.life:
-                known.life, known.floor = host.life, -1
+            if host.life != known.last_life:
+                self._drop_for({peer})
+                known.floor = -1
                 known.counts.clear()
                 self._inbox.forget(peer)
             elif peer in self._inbox.lost:
                 # A process sends its models one step ahead.
                 known.floor = host.step + 1
-            known.call, known.is_asked, known.has_ended = connection, False, True
             known.guest, known.step = host.guest, host.step
+            known.life = known.last_life = host.life
+            known.call, known.is_asked, known.has_ended = connection, False, True
             known.since, known.pause = time.monotonic(), LOOK_UP_SECONDS
             self.refused.pop(peer, None)
             self.left.discard(peer)
@@ -580,44 +605,50 @@ class Links:
           OSError, EOFError: if the connection breaks, or is silent for too long.
           ValueError: if it sends what is no frame.
         """
-        known, head = self._peers[peer], bytearray(self._wire.num_bytes)
+        head, data = bytearray(self._wire.num_bytes), None
         while True:
             read_into(connection, memoryview(head))
             frame = self._wire.from_bytes(head)
-            if frame.kind == LEFT:
-                known.life = 0
-                self.left.add(peer)
-                return
-            if frame.kind == BEAT:
-                known.step = frame.said.step
-                self.bell.ring()
-                continue
-            is_here = frame.peer in self._slices
-            if not (is_here and frame.worker == peer and self._has(frame.channel)):
-                raise ValueError(f"this is no frame of worker {peer}: {frame}")
-            if frame.kind == JOINS:
-                with self.bell.lock:
-                    self._joining.add((peer, frame.peer))
-            elif frame.kind == ARRIVED:
-                self._box(frame.peer, peer).arrived(peer, frame.channel, frame.count)
-            elif frame.kind == MESSAGE:
+            if frame.kind not in (BEAT, LEFT):
+                is_here = frame.peer in self._slices
+                if not (is_here and frame.worker == peer and self._has(frame.channel)):
+                    raise ValueError(f"this is no frame of worker {peer}: {frame}")
+            if frame.kind == MESSAGE:
                 data = self._channels[frame.channel].empty()
                 read_into(connection, data.data)
-                self._arrive(Edge(frame.peer, peer, frame.channel), frame, data)
+            with self.bell.lock:
+                # What it had sent may be read after another process has answered.
+                if self._peers[peer].call is not connection:
+                    return
+                self._take_in(peer, frame, data)
+            if frame.kind == LEFT:
+                return
+
+    def _take_in(self, peer: int, frame: Frame, data: Any) -> None:
+        """Takes in a frame of a peer, and the bytes of a message."""
+        known = self._peers[peer]
+        match frame.kind:
+            case wire.LEFT:
+                known.life, known.left_life = 0, known.life
+                self.left.add(peer)
+            case wire.BEAT:
+                known.step = frame.said.step
+            case wire.JOINS:
+                self._joining.add((peer, frame.peer))
+            case wire.ARRIVED:
+                self._box(frame.peer, peer).arrived(peer, frame.channel, frame.count)
+            case wire.MESSAGE:
+                edge = Edge(frame.peer, peer, frame.channel)
+                if frame.count > known.counts.get(edge, -1):  # Else sent again.
+                    known.counts[edge] = frame.count
+                    self._inbox.put(edge, Message(frame.said, data))
+                arrived = Frame(ARRIVED, *edge, frame.count)
+                self._box(edge.worker, peer).tell(arrived, known.life)
+        if frame.kind != ARRIVED:
+            self.bell.ring()
 
     def _has(self, channel: int) -> bool:
         return 0 <= channel < len(self._channels)
-
-    def _arrive(self, edge: Edge, frame: Frame, data: Any) -> None:
-        """Takes in a message, unless it was sent again, and confirms it."""
-        known = self._peers[edge.peer]
-        with self.bell.lock:
-            if frame.count > known.counts.get(edge, -1):
-                known.counts[edge] = frame.count
-                self._inbox.put(edge, Message(frame.said, data))
-            self.bell.ring()
-        arrived = Frame(ARRIVED, *edge, frame.count)
-        self._box(edge.worker, edge.peer).tell(arrived, known.life)
 
     def _lose(self, peer: int) -> None:
         with self.bell.lock:
@@ -646,6 +677,13 @@ class Links:
         guest = answer(connection, self._secret, self._host)
         if guest is None or guest.guest not in self._peers:
             return
+        with self.bell.lock:
+            there = self._peers[guest.guest]
+            if there.call is not None and there.life not in (0, guest.life):
+                # Of two processes of one number the one in the book, once it is found.
+                if guest.address == there.address:
+                    abort(there.call)
+                return
         known()
         self._compare(guest.guest, guest)
         connection.settimeout(None)
