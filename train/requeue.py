@@ -17,6 +17,8 @@ A failure starts COMMAND again, at once and then after 1, 2, 4, ... up to 60 s, 
 K times without a newer checkpoint. SIGUSR1, which Slurm sends ahead of a time limit,
 stops it and queues the job again; after another signal the code is 128 + its number, by
 which Kubernetes replaces the pod.
+
+Example: decentjax requeue srun decentjax train configs/NAME.py --auto-resume
 """
 
 
