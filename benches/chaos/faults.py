@@ -35,8 +35,7 @@ STALL_SECONDS, SLOW_SECONDS = 1.0, 4.0
 INVALID, FAILED, NOT_FINITE, LATE = 1, 70, 71, 72
 IS_LATE, KILLED = f"with exit code {LATE}", "killed by SIGKILL"
 DISK_BYTES = 64 * 2**20
-RESTART = "warning: restart"
-AGAIN = f"{RESTART} 1 of"
+RESTART = "; restarts left: "
 IN_TIME = "--distributed.step-deadline", str(DEADLINE)
 
 
@@ -175,7 +174,7 @@ def kill(bench: Bench, name: str, draw: random.Random) -> float:
     with _restarting(bench, name, draw) as job:
         number, pid = _target(job, draw)
         os.kill(pid, signal.SIGKILL)
-        seconds = job.says(AGAIN)
+        seconds = job.says(RESTART)
     if (first := ends_in(job.output)[0]) != (number, KILLED):
         raise BrokenError(f"process {number} was killed, and first ended {first}")
     return seconds
@@ -185,7 +184,7 @@ def freeze(bench: Bench, name: str, draw: random.Random) -> float:
     with _restarting(bench, name, draw) as job:
         _, pid = _target(job, draw)
         os.kill(pid, signal.SIGSTOP)
-        seconds = job.says(AGAIN)
+        seconds = job.says(RESTART)
     _check_late(job, "gives no sign")
     return seconds - DEADLINE
 
@@ -204,7 +203,7 @@ def stuck(bench: Bench, name: str, draw: random.Random) -> float:
     phase, how = draw.choice(STUCK_IN), draw.choice(get_args(Hang))
     order = ChaosOrder(phase, 1e6, how=how)
     with _hanging(bench, name, draw, order) as (job, process):
-        seconds = job.says(AGAIN)
+        seconds = job.says(RESTART)
     late = "gives no sign" if how == "locked" else f"is late: {phase}, step"
     _check_late(job, f"process {process} {late}")
     return seconds - DEADLINE * (LONG_TIMES if phase in LONG else 1)
