@@ -85,8 +85,7 @@ class Bell:
 
 @dataclasses.dataclass
 class _Arrived:
-    """What has arrived on an edge: messages that nobody has taken, and the newest step
-    of those taken."""
+    """The messages of an edge that wait to be taken, and the newest step taken."""
 
     messages: list[Message] = dataclasses.field(default_factory=list)
     taken: int = -1
@@ -103,7 +102,7 @@ class Inbox:
 
     Attributes:
       alive: the peers that have been met, and not lost since.
-      lost: the peers for which nobody waits.
+      lost: the peers that no wait includes.
 
     Examples:
       >>> from decentjax.links.inbox import Edge, Inbox, Message, Said
@@ -132,7 +131,7 @@ class Inbox:
         self.lost.discard(peer)
 
     def lose(self, peer: int) -> None:
-        """From now on nobody waits for a peer."""
+        """From now on no wait includes a peer."""
         self.alive.discard(peer)
         self.lost.add(peer)
 

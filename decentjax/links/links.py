@@ -29,7 +29,6 @@ from typing import Any
 import jax
 
 from decentjax._core.fingerprint import ADVICE
-from decentjax.links import wire
 from decentjax.links.address_book import Seeds, address_in
 from decentjax.links.caller import Caller
 from decentjax.links.channel import Channel, Piece
@@ -72,8 +71,8 @@ class _Peer:
     is_asked: bool = False  # Whether it was asked, and has not answered yet.
     has_ended: bool = False  # Whether it has answered, or an attempt to ask it failed.
     life: int = 0  # Identifies its process; 0 if none is known to be alive.
-    last_life: int = 0  # That of the process that has answered last.
-    left_life: int = 0  # That of one that has ended regularly.
+    last_life: int = 0  # The life that has answered last, dead or alive.
+    left_life: int = 0  # The life that has ended regularly.
     guest: int = -1  # The first worker of that process.
     step: int = -1  # The step that it has reported.
     floor: int = -1  # Its models up to this step are from before a silence.
@@ -605,8 +604,9 @@ class Links:
           OSError, EOFError: if the connection breaks, or is silent for too long.
           ValueError: if it sends what is no frame.
         """
-        head, data = bytearray(self._wire.num_bytes), None
+        head = bytearray(self._wire.num_bytes)
         while True:
+            data = None  # Else the last message lives until the next.
             read_into(connection, memoryview(head))
             frame = self._wire.from_bytes(head)
             if frame.kind not in (BEAT, LEFT):
@@ -627,25 +627,24 @@ class Links:
     def _take_in(self, peer: int, frame: Frame, data: Any) -> None:
         """Takes in a frame of a peer, and the bytes of a message."""
         known = self._peers[peer]
-        match frame.kind:
-            case wire.LEFT:
-                known.life, known.left_life = 0, known.life
-                self.left.add(peer)
-            case wire.BEAT:
-                known.step = frame.said.step
-            case wire.JOINS:
-                self._joining.add((peer, frame.peer))
-            case wire.ARRIVED:
-                self._box(frame.peer, peer).arrived(peer, frame.channel, frame.count)
-            case wire.MESSAGE:
-                edge = Edge(frame.peer, peer, frame.channel)
-                if frame.count > known.counts.get(edge, -1):  # Else sent again.
-                    known.counts[edge] = frame.count
-                    self._inbox.put(edge, Message(frame.said, data))
-                arrived = Frame(ARRIVED, *edge, frame.count)
-                self._box(edge.worker, peer).tell(arrived, known.life)
-        if frame.kind != ARRIVED:
-            self.bell.ring()
+        if frame.kind == ARRIVED:
+            self._box(frame.peer, peer).arrived(peer, frame.channel, frame.count)
+            return
+        if frame.kind == LEFT:
+            known.life, known.left_life = 0, known.life
+            self.left.add(peer)
+        elif frame.kind == BEAT:
+            known.step = frame.said.step
+        elif frame.kind == JOINS:
+            self._joining.add((peer, frame.peer))
+        else:
+            edge = Edge(frame.peer, peer, frame.channel)
+            if frame.count > known.counts.get(edge, -1):  # Else it was sent again.
+                known.counts[edge] = frame.count
+                self._inbox.put(edge, Message(frame.said, data))
+            arrived = Frame(ARRIVED, *edge, frame.count)
+            self._box(edge.worker, peer).tell(arrived, known.life)
+        self.bell.ring()
 
     def _has(self, channel: int) -> bool:
         return 0 <= channel < len(self._channels)

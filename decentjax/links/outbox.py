@@ -222,12 +222,16 @@ class Outbox:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            box, frame, life, arrays = item
-            # An array that was donated since, or could not be computed.
-            with contextlib.suppress(RuntimeError):
-                parts = self._channels[frame.channel].to_bytes(arrays)
-                box.put(Parcel(frame, life, parts))
-            del item, arrays
+            self._stage(*item)
+            del item  # Else its arrays live until the next message.
+
+    def _stage(
+        self, box: Mailbox, frame: Frame, life: int, arrays: Sequence[jax.Array]
+    ) -> None:
+        # An array may have been donated since, or its computation has failed.
+        with contextlib.suppress(RuntimeError):
+            parts = self._channels[frame.channel].to_bytes(arrays)
+            box.put(Parcel(frame, life, parts))
 
 
 def abort(connection: socket.socket) -> None:
