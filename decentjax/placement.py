@@ -283,11 +283,11 @@ def local_workers(mesh: Mesh) -> list[int]:
       >>> local_workers(worker_mesh(1))
       [0]
     """
-    # The first device of a worker's slice stands for the slice.
+    # A worker of several processes is in each of them.
     return [
         number
-        for number, device in enumerate(slices_of(mesh)[:, 0])
-        if device.process_index == jax.process_index()
+        for number, devices in enumerate(slices_of(mesh))
+        if any(device.process_index == jax.process_index() for device in devices)
     ]
 
 

@@ -8,10 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decentjax.distributed.start import Peer, initialize, initialize_peer
+    from decentjax.distributed.start import (
+        Peer,
+        initialize,
+        initialize_peer,
+        initialize_worker,
+    )
     from decentjax.process.phases import phase
 
-__all__ = ["Peer", "initialize", "initialize_peer", "phase"]
+__all__ = ["Peer", "initialize", "initialize_peer", "initialize_worker", "phase"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,21 @@ class JobPlace(NamedTuple):
     local_id: int | None = None
 
 
+class WorkerPlace(NamedTuple):
+    """The place of a process in its worker, which is a job of its own.
+
+    Args:
+      worker: number of the worker.
+      num_workers: number of workers of the run.
+      job: its place in the job of the worker, whose address is empty for a worker of
+        one process.
+    """
+
+    worker: int
+    num_workers: int
+    job: JobPlace
+
+
 class Variables(NamedTuple):
     """The environment variables in which a launcher gives the place of a process.
 
@@ -48,6 +63,10 @@ OURS = Variables(
 )
 # The address of processes that the launcher starts as peers, and not as a job.
 PEERS = "peers"
+# Of workers that are jobs of several processes: how many, and where those of a worker
+# meet, HOST:PORT. Process g of the run is process g mod P of worker g // P.
+PER_WORKER = "DECENTJAX_PROCESSES_PER_WORKER"
+WORKER_ADDRESS = "DECENTJAX_WORKER_COORDINATOR"
 # Names a file that tells the launcher that a script has read its place.
 ASKED = "DECENTJAX_ASKED"
 TORCHRUN = Variables("WORLD_SIZE", "RANK", "LOCAL_RANK", ("MASTER_ADDR", "MASTER_PORT"))
@@ -68,6 +87,42 @@ def variables_of(place: JobPlace) -> dict[str, str]:
         OURS.local_id: str(place.local_id),
         OURS.address[0]: place.address,
     }
+
+
+def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
+    """Returns the place of a process in its worker.
+
+    Args:
+      place: its place in the run.
+      per_worker: P, number of processes of each worker; None for that of the
+        environment, 1 without any.
+
+    Raises:
+      ValueError: if the number of processes is no multiple of P, the launcher has
+        another P, or the address at which the processes of the worker meet is missing.
+    """
+    given = _number(PER_WORKER, 1) if PER_WORKER in os.environ else None
+    count = per_worker or given or 1
+    if given is not None and given != count:
+        raise ValueError(
+            f"workers of {count} processes were asked for, but {PER_WORKER} is "
+            f"{given}: start them with --processes-per-worker {count}"
+        )
+    if place.num_processes % count:
+        raise ValueError(
+            f"{place.num_processes} processes are no whole number of workers of "
+            f"{count}: start a multiple of {count} processes"
+        )
+    address = os.environ.get(WORKER_ADDRESS, "") if count > 1 else ""
+    if count > 1 and not address:
+        raise ValueError(
+            f"a worker of {count} processes meets at an address, HOST:PORT: set "
+            f"{WORKER_ADDRESS}, the same for its processes, or start them with "
+            f"`decentjax launch --processes-per-worker {count}`"
+        )
+    worker, number = divmod(place.process_id, count)
+    job = JobPlace(address, count, number, place.local_id)
+    return WorkerPlace(worker, place.num_processes // count, job)
 
 
 def find_place(seconds: int) -> JobPlace:

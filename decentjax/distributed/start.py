@@ -13,7 +13,7 @@ from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
 from decentjax.distributed.failure import end_where_uncaught
 from decentjax.distributed.join import join, share
-from decentjax.distributed.place import PEERS, find_place
+from decentjax.distributed.place import PEERS, find_place, find_worker
 from decentjax.distributed.watch import watch
 from decentjax.placement import worker_mesh
 from decentjax.process import phases
@@ -137,6 +137,53 @@ def initialize_peer(
         place.num_processes * local_workers,
         worker_mesh(local_workers),
     )
+
+
+def initialize_worker(
+    num_devices: int = 1,
+    *,
+    step_deadline: float | None = None,
+    start_seconds: int = 300,
+) -> Peer:
+    """Joins the processes of one worker, which is a job of its own.
+
+    Like `initialize_peer`, for a worker too large for one process: its P processes,
+    started by `decentjax launch --processes-per-worker P --elastic`, are a job of
+    `jax.distributed`, over whose mesh it shards its model and its batch. Each of them
+    exchanges its part of the model with the process of the same number of each peer.
+
+    Args:
+      num_devices: number of devices of each process, the same in all.
+      step_deadline: as in `initialize`, of the processes of this worker.
+      start_seconds: timeout for the processes of this worker to join.
+
+    Returns:
+      The place among peers, whose mesh has the axes "workers", of size 1, and "fsdp",
+      of all devices of the worker.
+
+    Raises:
+      ValueError: as in `initialize`, or if the number of processes is no multiple of P.
+
+    Examples:
+      >>> from decentjax import distributed
+      >>> workers, num_workers, mesh = distributed.initialize_worker()
+    """
+    _check_at_least(1, num_devices=num_devices)
+    check_deadline("step_deadline", step_deadline)
+    _check_at_least(3, start_seconds=start_seconds)
+    _check_unused()
+    worker, num_workers, job = find_worker(find_place(seconds=1))
+    if job.address:
+        check_credentials()
+        end_where_uncaught()
+        join(job, num_devices, step_deadline, start_seconds)
+    else:
+        _watch_alone(step_deadline, worker)
+        provide_devices(job.local_id, num_devices)
+    _check_devices(num_devices)
+    phases.note(phases.STARTING)
+    mesh = worker_mesh(1, None, job.num_processes * num_devices)
+    return Peer(range(worker, worker + 1), num_workers, mesh)
 
 
 def _watch_alone(step_deadline: float | None, number: int = 0) -> None:
