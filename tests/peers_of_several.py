@@ -84,7 +84,9 @@ def main(book: str, name: str, how: str = "") -> None:
             for shard in mine.addressable_shards
         )
     merged = [(one.step, one.group, one.models, one.left_out) for one in used]
-    bias = got["b"].addressable_shards[0].data
+    # The compiler may have cut it.
+    whole = NamedSharding(mesh, PartitionSpec("workers"))
+    bias = jax.device_put(got["b"], whole).addressable_shards[0].data
     found = {"far": far, "bytes": sum(sizes[:-1]), "merged": repr(merged)}
     found |= {"process": party.process, "bias": np.asarray(bias).tobytes().hex()}
     print(f"found {workers[0]} {json.dumps(found)}", flush=True)
