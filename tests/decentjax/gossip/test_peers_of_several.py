@@ -43,9 +43,9 @@ def found_in(output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["ring", "diloco"])
 @pytest.mark.parametrize(
-    ("workers", "processes", "devices"), [(4, 2, 1), (2, 2, 2), (2, 3, 1)]
+    ("plan", "workers", "processes", "devices"),
+    [("ring", 4, 2, 1), ("diloco", 2, 2, 2), ("ring", 2, 3, 1)],
 )
 def test_a_worker_of_several_processes_trains_as_one(
     plan, workers, processes, devices, tmp_path
