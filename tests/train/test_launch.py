@@ -535,12 +535,12 @@ def test_a_signal_ends_the_pause_before_a_restart():
 def test_who_gives_up_says_how_to_go_on(tmp_path, capsys):
     for name in ("500", "1000", "1500.temporary"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    say_how_to_continue(Ended(70, folder=str(tmp_path)), 2)
+    say_how_to_continue(Ended(70, folder=str(tmp_path)), "-n 2")
     assert untimed(capsys.readouterr().err) == (
         f"step 1000 is saved: decentjax launch -n 2 resume {tmp_path} goes on from it\n"
     )
-    say_how_to_continue(Ended(1, folder=str(tmp_path)), 2)  # A wrong request.
-    say_how_to_continue(Ended(70, signal.SIGTERM, str(tmp_path)), 2)
+    say_how_to_continue(Ended(1, folder=str(tmp_path)), "-n 2")  # A wrong request.
+    say_how_to_continue(Ended(70, signal.SIGTERM, str(tmp_path)), "-n 2")
     assert not capsys.readouterr().err
 
 
