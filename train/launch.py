@@ -24,10 +24,9 @@ from symtable import symtable
 from decentjax.distributed.place import (
     ASKED,
     PEERS,
-    PER_WORKER,
-    WORKER_ADDRESS,
     JobPlace,
     variables_of,
+    worker_variables,
 )
 from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
@@ -177,6 +176,18 @@ def own_options() -> argparse.ArgumentParser:
         help="Kills processes that still run this long after a signal; default: never.",
     )
     add(
+        "--script",
+        action="store_true",
+        help="The file is a script, although it binds the name `config`.",
+    )
+    add_peer_options(parser)
+    return parser
+
+
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of processes that are no job."""
+    add = parser.add_argument
+    add(
         "--elastic",
         action="store_true",
         help="Starts peers: an elastic run of a config, or a script whose processes "
@@ -196,12 +207,6 @@ def own_options() -> argparse.ArgumentParser:
         "the name of the variable that numbers the machines, such as SLURM_NODEID: K "
         "is its value times the number of processes here.",
     )
-    add(
-        "--script",
-        action="store_true",
-        help="The file is a script, although it binds the name `config`.",
-    )
-    return parser
 
 
 def first_process(text: str) -> int | str:
@@ -405,17 +410,14 @@ def processes(
     """
     each, found = options.processes_per_worker, []
     # The processes of each worker meet at a port that none has used before.
-    ports = free_ports(options.processes // each if each > 1 else 0)
+    ports = free_ports(options.processes // each)
     for i in range(options.processes):
         number = (options.first_process or 0) + i
         place = variables_of(JobPlace(address, options.places, number, i))
-        if each > 1:
-            meet = f"127.0.0.1:{ports[i // each]}"
-            place |= {PER_WORKER: str(each), WORKER_ADDRESS: meet}
-        variables = {**env(i), **place}
-        worker = worker_name(number, each)
-        one = Process(str(number), argv(number), variables, worker=worker, **more)
-        found.append(one)
+        place |= worker_variables(each, ports[i // each])
+        name = worker_name(number, each)
+        own = {**env(i), **place}
+        found.append(Process(str(number), argv(number), own, worker=name, **more))
     return found
 
 

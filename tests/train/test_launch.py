@@ -879,7 +879,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
         ("-n 2 --first-process 0 --places 2 tests/saving.py", "peers: add --elastic"),
         ("-n 2 --first-process 0 --places 2 tests/line.py", "is for peers: add --elas"),
-        ("-n 2 --elastic --first-process 2 tests/line.py", "takes --places P, the nu"),
+        ("-n 2 --elastic --first-process 2 tests/line.py", "takes --places N, the nu"),
         (
             "-n 2 --elastic --first-process 2 --places 3 tests/line.py",
             "places must be at least 4, the number of processes up to the last one he",
