@@ -410,8 +410,9 @@ def processes(
     """
     each, found = options.processes_per_worker, []
     # The processes of each worker meet at a port that none has used before.
-    ports = free_ports(options.processes // each)
-    for i in range(options.processes):
+    count = options.processes
+    ports = free_ports(count // each) if each > 1 else [0] * count
+    for i in range(count):
         number = (options.first_process or 0) + i
         place = variables_of(JobPlace(address, options.places, number, i))
         place |= worker_variables(each, ports[i // each])

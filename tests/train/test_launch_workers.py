@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def starts(folder: Path, number: int) -> list[tuple[int, str]]:
     return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
 
-def have_begun(folder: Path, numbers=range(4), start: int = 1) -> None:
+def have_begun(folder: Path, numbers: Sequence[int] = range(4), start: int = 1) -> None:
     """Waits until processes are ready in their first, second, ... life."""
     wait_until(lambda: all((folder / f"{i}.{start}").exists() for i in numbers))
 
