@@ -105,9 +105,9 @@ def test_a_run_continues_with_more_processes_for_each_worker(simulated, tmp_path
     folder = tmp_path / "run"
     shutil.copytree(wanted, folder)
     form = (*options_of((2, 2, 2)), "--exchange", "in_step")
-    trust = "--trust", "tests/worker_jobs.py"
+    trust = "--trust", "tests.worker_jobs"
     with relaunch(4, folder, "--step", "6", *form, *trust) as job:
-        assert "step 7/12" in ended(job)
+        assert "2 nodes, 4 processes" in ended(job)
     check_same(folder, wanted)
 
 
