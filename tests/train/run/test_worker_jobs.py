@@ -1,9 +1,12 @@
 """Workers of several processes in one job: FSDP over processes, exchanges between."""
 
+import dataclasses
 import functools
+import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,7 +17,7 @@ from tests.run_folders import column
 from tests.trees import assert_close
 from train.cli.sections import kind_of
 from train.config import TopologyConfig, WorkersConfig
-from train.job.distributed import devices_per_process
+from train.job.distributed import devices_per_process, job_mesh
 from train.run.loop import train
 from train.run.resume import Resume
 from train.run.run_place import build_place
@@ -55,18 +58,32 @@ def simulated(tmp_path_factory):
     return run
 
 
-def check_same(found: Path, wanted: Path) -> None:
-    """Every row of the log, but for rounding."""
+def check_same(found: Path, wanted: Path, num_examples: int) -> None:
+    """The metrics of all steps and the scores of all workers, but for rounding."""
     np.testing.assert_allclose(column(found), column(wanted), rtol=2e-6)
-    rows, others = map(read_metrics, (found, wanted))
-    for row, other in zip(rows, others, strict=True):
-        for name in ("consensus_distance", "mean_model", "workers"):
-            assert row.keys() & {name} == other.keys() & {name}
-        if "workers" in row:
-            pairs = [(row["mean_model"], other["mean_model"])]
-            pairs += zip(row["workers"], other["workers"], strict=True)
-            for scores, wanted_scores in pairs:
-                assert scores == pytest.approx(wanted_scores, rel=1e-5)
+    rows, others = (
+        {x["step"]: x for x in read_metrics(folder) if "mean_model" in x}
+        for folder in (found, wanted)
+    )
+    assert rows.keys() == others.keys()
+    for step, row in rows.items():
+        scores = zip(row["workers"], others[step]["workers"], strict=True)
+        for one, other in ((row["mean_model"], others[step]["mean_model"]), *scores):
+            assert one == pytest.approx(other, rel=1e-5)
+    distances = (
+        [
+            x["consensus_distance"]
+            for x in read_metrics(one)
+            if "consensus_distance" in x
+        ]
+        for one in (found, wanted)
+    )
+    np.testing.assert_allclose(*distances, rtol=1e-4, atol=1e-7)
+    # Of a step: both processes of a worker read its batch, which counts once.
+    names = "examples_per_second", "steps_per_second"
+    for folder in (found, wanted):
+        examples, steps = (np.array(column(folder, name)) for name in names)
+        np.testing.assert_allclose(examples / steps, num_examples, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -93,7 +110,7 @@ def test_workers_of_two_processes_train_as_simulated_ones(
     options += options_of(form)
     with launch(count, folder, *options, config=worker_jobs.__file__) as job:
         assert f"{count} processes" in ended(job)
-    check_same(folder, wanted)
+    check_same(folder, wanted, num_examples=4 * form[0])
     # What the processes of a worker have saved together goes on in one process.
     one, other = (train(config, where, Resume()) for where in (folder, wanted))
     assert_close(one.state, other.state, rtol=1e-5, atol=1e-6)
@@ -108,7 +125,7 @@ def test_a_run_continues_with_more_processes_for_each_worker(simulated, tmp_path
     trust = "--trust", "tests.worker_jobs"
     with relaunch(4, folder, "--step", "6", *form, *trust) as job:
         assert "2 nodes, 4 processes" in ended(job)
-    check_same(folder, wanted)
+    check_same(folder, wanted, num_examples=8)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +158,37 @@ def test_processes_are_counted_for_each_worker(monkeypatch):
     workers = changed(workers, where="mesh")
     with pytest.raises(ValueError, match="is for a job of several processes: start"):
         build_place(changed(CONFIG, workers=workers)).mesh  # noqa: B018
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh sees of the devices of several processes."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "owners", "found"),
+    [
+        ("AABB", [0, 0, 1, 1, 2, 2, 3, 3], None),
+        ("AAAA", [0, 1, 2, 3, 0, 1, 2, 3], None),
+        ("ABAB", [0, 0, 1, 1, 2, 2, 3, 3], [0, 2]),  # As srun's cyclic distribution.
+        ("AABB", [0, 1, 1, 1, 2, 2, 3, 3], None),
+        ("AABB", [0, 0, 0, 0, 1, 1, 2, 3], [0]),
+    ],
+)
+def test_each_worker_has_the_devices_of_its_processes(
+    hosts, owners, found, monkeypatch
+):
+    devices = [Device(i, process) for i, process in enumerate(owners)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "device_count", lambda: len(devices))
+    workers = WorkersConfig(num_workers=2, devices_per_worker=4, processes_per_worker=2)
+    if found is None:
+        rows = job_mesh(workers, list(hosts)).devices
+        assert [{d.process_index // 2 for d in row} for row in rows] == [{0}, {1}]
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"span the processes {found}")):
+            job_mesh(workers, list(hosts))
