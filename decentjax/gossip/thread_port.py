@@ -36,6 +36,7 @@ from decentjax.placement import (
     is_between_processes,
     moved,
     over_workers,
+    place,
     slices_of,
 )
 from decentjax.rounds import Rounds, mix_of
@@ -109,11 +110,12 @@ class Carrier(Port):
           ValueError: if workers of several processes begin with different models.
         """
         del groups  # An exchange is compiled for any leaves.
+        params = place(state.params, self._mesh)
         if step == 0 and is_between_processes(self._mesh):
-            check_one_model(state.params, self._mesh, self._exchange_mesh)
+            check_one_model(params, self._mesh, self._exchange_mesh)
         # In the thread: after the exchanges of other users, in the same order in all
         # processes.
-        self._mixes = self._engine.submit(self._lower, state.params).result()
+        self._mixes = self._engine.submit(self._lower, params).result()
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         """Starts an exchange of leaves; returns a function that waits for it."""
@@ -233,7 +235,7 @@ def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
     )
     if got != wanted:
         raise ValueError(
-            "exchange_mesh needs a device for each of the mesh, in its process: "
+            "exchange_mesh needs a device for each worker, in the worker's process: "
             f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
         )
 
