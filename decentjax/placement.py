@@ -593,15 +593,14 @@ def check_one_model(
     for leaf, (path, x) in enumerate(jax.tree.leaves_with_path(stacked)):
         of_devices, name = found[..., leaf], f"params{jax.tree_util.keystr(path)}"
         parts = _parts_of_row(x, mesh)
-        for who, same, than in (
-            ("processes of a worker", of_devices[:, parts], "each other's"),
-            ("workers", of_devices[0], "worker 0's"),
+        for who, same, what in (
+            ("processes of a worker", of_devices[:, parts], "differs inside them"),
+            ("workers", of_devices[0], "differs from worker 0's"),
         ):
             if (wrong := (of_devices != same).any(1)).any():
                 raise ValueError(
                     f"the {who} must begin with the same model, but {name} of the "
-                    f"workers {np.flatnonzero(wrong).tolist()} differs from {than}: "
-                    + ADVICE
+                    f"workers {np.flatnonzero(wrong).tolist()} {what}: {ADVICE}"
                 )
 
 

@@ -36,6 +36,7 @@ from decentjax.placement import (
     is_between_processes,
     moved,
     over_workers,
+    place,
     slices_of,
 )
 from decentjax.rounds import Rounds, mix_of
@@ -109,11 +110,12 @@ class Carrier(Port):
           ValueError: if workers of several processes begin with different models.
         """
         del groups  # An exchange is compiled for any leaves.
+        params = place(state.params, self._mesh)
         if step == 0 and is_between_processes(self._mesh):
-            check_one_model(state.params, self._mesh, self._exchange_mesh)
+            check_one_model(params, self._mesh, self._exchange_mesh)
         # In the thread: after the exchanges of other users, in the same order in all
         # processes.
-        self._mixes = self._engine.submit(self._lower, state.params).result()
+        self._mixes = self._engine.submit(self._lower, params).result()
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
         """Starts an exchange of leaves; returns a function that waits for it."""
@@ -138,20 +140,21 @@ class Carrier(Port):
         self._engine.close(seconds)
 
     def _lower(self, params: Any) -> list[Mixes]:
-        first, *others = self._exchange_lanes
         if self._compression is not None:
             return [self._lower_encoded(self._compression)]
         rows = in_lanes(params, self._lanes)[0]
         size = sum(x.nbytes // len(x) for x in jax.tree.leaves(rows))
         dtype, given = self._message_dtype, self._lowering
-        # What is the fastest for one lane is so for all.
+        # What is the fastest for one lane is so for all, also of other processes: what
+        # all devices of a worker hold must stay the same in each.
+        mesh, places = self._exchange_mesh, (self._exchange_lanes[0], size, dtype)
         ways = {
-            one: (one, given) if given else fastest_way(one, first, size, dtype)
+            one: (one, given) if given else fastest_way(one, *places, mesh)
             for one in self._topology
         }
         return [
             {one: compiled_mix(*way, lane, dtype) for one, way in ways.items()}
-            for lane in (first, *others)
+            for lane in self._exchange_lanes
         ]
 
     def _lower_encoded(self, compression: Compression) -> Mixes:
@@ -238,21 +241,22 @@ def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
 
 
 def lanes_of(mesh: Mesh) -> list[Mesh]:
-    """Returns the mesh of each lane; of workers of one device, the mesh itself.
+    """Returns the lanes of this process; of workers of one device, the mesh itself.
+
+    A lane is a mesh of one device of each worker, at the same place of its slice: a
+    worker of several processes has devices in some of the lanes in each.
 
     Args:
       mesh: mesh of the workers, with further axes if a worker is a slice of it.
     """
-    slices = slices_of(mesh)
+    slices, own = slices_of(mesh), set(mesh.local_devices)
     if len(slices[0]) == 1:
         return [mesh]
-    return [Mesh(lane, (AXIS,)) for lane in slices.T]
+    return [Mesh(lane, (AXIS,)) for lane in slices.T if own & set(lane)]
 
 
 def in_lanes(stacked: Any, lanes: list[Mesh]) -> list[Any]:
     """Returns the shards of stacked arrays by lane, [N, ...] each; copies nothing."""
-    if len(lanes) == 1:
-        return [stacked]
     return [
         jax.tree.map(lambda x, lane=lane: _lane(x, lane), stacked) for lane in lanes
     ]
@@ -265,12 +269,12 @@ def from_lanes(rows: list[Any], like: Any) -> Any:
       rows: trees of arrays, as `in_lanes` returns them.
       like: stacked arrays with their shapes and shardings.
     """
-    if len(rows) == 1:
-        return rows[0]
     return jax.tree.map(lambda x, *parts: _whole(x, parts), like, *rows)
 
 
 def _lane(x: jax.Array, lane: Mesh) -> jax.Array:
+    if x.sharding.num_devices == lane.size:
+        return x
     mine = set(lane.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in mine]
     shape = (lane.size, *shards[0].shape[1:])
@@ -279,5 +283,7 @@ def _lane(x: jax.Array, lane: Mesh) -> jax.Array:
 
 
 def _whole(like: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
+    if parts[0].sharding.num_devices == like.sharding.num_devices:
+        return parts[0]
     shards = [shard.data for part in parts for shard in part.addressable_shards]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)

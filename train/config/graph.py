@@ -51,7 +51,8 @@ class WorkersConfig:
 
     def __post_init__(self):
         names = "num_workers", "workers_per_node", "devices_per_worker"
-        check_at_least(self, 1, *names, "processes_per_worker")
+        names = (*names, "processes_per_worker")
+        check_at_least(self, 1, *names)
         check_at_most(self, MOST_WORKERS, *names)
         if self.devices_per_worker % self.processes_per_worker:
             raise ValueError(

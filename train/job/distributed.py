@@ -27,7 +27,6 @@ from decentjax.distributed.join import client, join, share, tell
 from decentjax.distributed.place import JobPlace, check_per_worker, find_place
 from decentjax.distributed.watch import close_watch
 from decentjax.gossip import Engine
-from decentjax.placement import slices_of
 from decentjax.process.address import is_loopback, split_address
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
@@ -167,9 +166,9 @@ def job_mesh(workers: WorkersConfig, hosts: list[str]) -> Mesh:
             f"workers.num_workers to {count}{each}, got {workers.num_workers}"
         )
     mesh = node_mesh(hosts, workers.devices_per_worker)
-    _check_whole(mesh, workers.processes_per_worker)
-    firsts = mesh.devices.reshape(count, -1)[:, 0]
-    nodes = collections.Counter(hosts[d.process_index] for d in firsts)
+    slices = mesh.devices.reshape(count, -1)
+    _check_whole(slices, workers.processes_per_worker)
+    nodes = collections.Counter(hosts[d.process_index] for d in slices[:, 0])
     for host, count in nodes.items():
         if count % workers.workers_per_node:
             raise ValueError(
@@ -179,9 +178,14 @@ def job_mesh(workers: WorkersConfig, hosts: list[str]) -> Mesh:
     return mesh
 
 
-def _check_whole(mesh: Mesh, per_worker: int) -> None:
-    """Raises a ValueError unless each process has devices of its own worker alone."""
-    for worker, devices in enumerate(slices_of(mesh)):
+def _check_whole(slices: np.ndarray, per_worker: int) -> None:
+    """Raises a ValueError unless each worker has the devices of its own processes.
+
+    Args:
+      slices: devices of each worker, [N, F].
+      per_worker: number of processes of each worker, numbered one after another.
+    """
+    for worker, devices in enumerate(slices):
         found = sorted({device.process_index for device in devices})
         first = found[0] - found[0] % per_worker
         if per_worker > 1 and found != [*range(first, first + per_worker)]:

@@ -225,14 +225,17 @@ def prepare(
             "step, so there is no schedule to read: take --exchange in_step"
         )
     slices = config.workers.devices_per_worker
-    per_node, rest = divmod(devices_per_node, slices)
-    if rest:
+    count, rest = divmod(nodes * devices_per_node, slices)
+    small, large = sorted((slices, devices_per_node))
+    if rest or large % small:  # A worker may have several nodes.
         raise ValueError(
             f"workers of devices_per_worker = {slices} do not fill nodes of "
             f"gpus-per-node = {devices_per_node}"
         )
     workers = dataclasses.replace(
-        config.workers, num_workers=nodes * per_node, workers_per_node=per_node
+        config.workers,
+        num_workers=count,
+        workers_per_node=max(1, devices_per_node // slices),
     )
     # Builds the topology again, and raises if these workers have none.
     config = dataclasses.replace(config, workers=workers)

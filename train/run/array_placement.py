@@ -1,6 +1,6 @@
 """Where the arrays of workers lie that have several devices each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -71,7 +71,7 @@ def slice_axis(mesh: Mesh | AbstractMesh) -> str | None:
     return next((name for name in mesh.axis_names if name != AXIS), None)
 
 
-def on_first(x: jax.Array) -> list[jax.Shard]:
+def on_first(x: jax.Array) -> Sequence[jax.Shard]:
     """The whole rows of the workers whose first device is in this process."""
     lies = x.sharding
     if not isinstance(lies, NamedSharding) or slice_axis(lies.mesh) is None:
@@ -93,7 +93,7 @@ def _put(tree: Any, mesh: Mesh, rule: Rule) -> Any:
             return place(x, mesh)
         rows = np.asarray(x)  # Cut here: no device ever has a whole row.
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             row = mine.index(index[0].start or 0)
             return rows[row : row + 1, *index[1:]]
 

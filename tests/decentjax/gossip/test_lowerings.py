@@ -31,7 +31,7 @@ GRAPHS = {
 def _all_mixed(graph, number, monkeypatch, message_dtype=None):
     """What each exchange makes of some models, sent in that way and by default."""
 
-    def choose(options, mesh, num_bytes):
+    def choose(options, mesh, num_bytes, agreeing):
         found.add(len(options))
         return number
 

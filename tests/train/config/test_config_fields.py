@@ -113,6 +113,7 @@ ELSEWHERE = {
     "data.num_processes": "test_batches",
     "data.skew": "test_batches",
     "workers.devices_per_worker": "test_array_placement",  # The numbers stay the same.
+    "workers.processes_per_worker": "test_worker_jobs",
     "workers.where": "test_array_placement",
     "optimizer.weight_decay": "test_optimizer_state",
     # A scalar is encoded almost as it is.

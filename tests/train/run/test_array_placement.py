@@ -196,6 +196,7 @@ def test_rows_and_means_of_slices_count_each_worker_once():
         ),
         (lambda: longest_dim((3, 5), 2), r"no dim of an array of shape \(3, 5\)"),
         (lambda: prepare(config_of(3), "h100", 2, 8), "devices_per_worker = 3 do not"),
+        (lambda: prepare(config_of(6), "h100", 6, 4), "devices_per_worker = 6 do not"),
     ],
 )
 def test_devices_that_do_not_fit_get_a_sentence(make, sentence):
@@ -244,6 +245,8 @@ def test_preflight_sends_shards_between_nodes_and_the_rest_stays_inside():
     task = changed(tiny.config.task, model=model)
     graph = TopologyConfig(name="one_peer_ring")
     config = config_of(2, topology=graph, task=task)
+    spanning = prepare(config, "h100", nodes=4, devices_per_node=1)
+    assert dict(spanning.mesh.shape) == {AXIS: 2, "fsdp": 2}
     preflight = prepare(config, "h100", nodes=2, devices_per_node=2)
     assert dict(preflight.mesh.shape) == {AXIS: 2, "fsdp": 2}
     found = preflight.find("awc", 0, preflight.options)
