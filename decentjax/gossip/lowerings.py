@@ -18,6 +18,7 @@ from decentjax.exchange import Exchange, Groups, Permutations, Topology, permute
 from decentjax.gossip.duplex import Duplex, is_duplex, sending_encoded, sending_of
 from decentjax.mixing import Lowering, mix
 from decentjax.placement import (
+    AXIS,
     axis_of,
     is_between_cpus,
     is_between_processes,
@@ -74,18 +75,27 @@ def fastest_mixes(
 
 
 def fastest_way(
-    exchange: Exchange, mesh: Mesh, num_bytes: int, message_dtype: DTypeLike | None
+    exchange: Exchange,
+    mesh: Mesh,
+    num_bytes: int,
+    message_dtype: DTypeLike | None,
+    agreeing: Mesh | None = None,
 ) -> Option:
     """Returns the fastest exchange of the same result, with its lowering; collective.
 
-    The arguments are those of `fastest_mixes`.
+    The arguments are those of `fastest_mixes` and `fastest`.
     """
     measured = min(num_bytes, MEASURED_BYTES)
     options = _options(exchange, mesh, message_dtype)
-    return options[fastest(options, mesh, measured)]
+    return options[fastest(options, mesh, measured, agreeing)]
 
 
-def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
+def fastest(
+    options: Sequence[Option],
+    mesh: Mesh,
+    num_bytes: int,
+    agreeing: Mesh | None = None,
+) -> int:
     """Returns the index of the option that exchanges fastest on this mesh.
 
     Each averages a float32 model three times, the first time unmeasured; the time is
@@ -96,13 +106,14 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
       options: exchanges, each with its lowering.
       mesh: mesh of the workers.
       num_bytes: size of the model, in bytes per worker; some megabytes or more.
+      agreeing: mesh of all devices whose processes take the same option; by default
+        `mesh`.
     """
     if len(options) == 1:
         return 0
     axis = axis_of(mesh)
-    num_workers = mesh.shape[axis]
     sharding = NamedSharding(mesh, PartitionSpec(axis))
-    shape = (num_workers, max(1, num_bytes // 4))
+    shape = (mesh.shape[axis], max(1, num_bytes // 4))
     models = [jax.jit(lambda: jnp.ones(shape), out_shardings=sharding)()]
     seconds = []
     for option in options:
@@ -110,10 +121,12 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
         # The first call compiles, and opens connections.
         seconds.append(min([_seconds(mix_models, models) for _ in range(3)][1:]))
     # Each process has its own clock, but all must choose the same option, or they would
-    # wait for messages of different collectives: so the maximum over workers decides.
-    table = np.tile(np.array(seconds, np.float32), (num_workers, 1))
+    # wait for messages of different collectives: so the maximum over devices decides.
+    devices = Mesh((agreeing or mesh).devices.ravel(), (AXIS,))
+    sharding = NamedSharding(devices, PartitionSpec(AXIS))
+    table = np.tile(np.array(seconds, np.float32), (devices.size, 1))
     stacked = jax.make_array_from_callback(table.shape, sharding, table.__getitem__)
-    slowest = jax.jit(over_workers(lambda x: lax.pmax(x, axis), mesh))(stacked)
+    slowest = jax.jit(over_workers(lambda x: lax.pmax(x, AXIS), devices))(stacked)
     return int(np.argmin(slowest.addressable_data(0)))
 
 

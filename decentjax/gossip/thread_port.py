@@ -138,20 +138,21 @@ class Carrier(Port):
         self._engine.close(seconds)
 
     def _lower(self, params: Any) -> list[Mixes]:
-        first, *others = self._exchange_lanes
         if self._compression is not None:
             return [self._lower_encoded(self._compression)]
         rows = in_lanes(params, self._lanes)[0]
         size = sum(x.nbytes // len(x) for x in jax.tree.leaves(rows))
         dtype, given = self._message_dtype, self._lowering
-        # What is the fastest for one lane is so for all.
+        # What is the fastest for one lane is so for all, also of other processes: what
+        # all devices of a worker hold must stay the same in each.
+        mesh, places = self._exchange_mesh, (self._exchange_lanes[0], size, dtype)
         ways = {
-            one: (one, given) if given else fastest_way(one, first, size, dtype)
+            one: (one, given) if given else fastest_way(one, *places, mesh)
             for one in self._topology
         }
         return [
             {one: compiled_mix(*way, lane, dtype) for one, way in ways.items()}
-            for lane in (first, *others)
+            for lane in self._exchange_lanes
         ]
 
     def _lower_encoded(self, compression: Compression) -> Mixes:
@@ -232,27 +233,28 @@ def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
     )
     if got != wanted:
         raise ValueError(
-            "exchange_mesh needs a device for each worker, in the worker's process: "
+            "exchange_mesh needs a device for each of the mesh, in its process: "
             f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
         )
 
 
 def lanes_of(mesh: Mesh) -> list[Mesh]:
-    """Returns the mesh of each lane; of workers of one device, the mesh itself.
+    """Returns the lanes of this process; of workers of one device, the mesh itself.
+
+    A lane is a mesh of one device of each worker, at the same place of its slice: a
+    worker of several processes has devices in some of the lanes in each.
 
     Args:
       mesh: mesh of the workers, with further axes if a worker is a slice of it.
     """
-    slices = slices_of(mesh)
+    slices, own = slices_of(mesh), set(mesh.local_devices)
     if len(slices[0]) == 1:
         return [mesh]
-    return [Mesh(lane, (AXIS,)) for lane in slices.T]
+    return [Mesh(lane, (AXIS,)) for lane in slices.T if own & set(lane)]
 
 
 def in_lanes(stacked: Any, lanes: list[Mesh]) -> list[Any]:
     """Returns the shards of stacked arrays by lane, [N, ...] each; copies nothing."""
-    if len(lanes) == 1:
-        return [stacked]
     return [
         jax.tree.map(lambda x, lane=lane: _lane(x, lane), stacked) for lane in lanes
     ]
@@ -265,12 +267,12 @@ def from_lanes(rows: list[Any], like: Any) -> Any:
       rows: trees of arrays, as `in_lanes` returns them.
       like: stacked arrays with their shapes and shardings.
     """
-    if len(rows) == 1:
-        return rows[0]
     return jax.tree.map(lambda x, *parts: _whole(x, parts), like, *rows)
 
 
 def _lane(x: jax.Array, lane: Mesh) -> jax.Array:
+    if x.sharding.num_devices == lane.size:
+        return x
     mine = set(lane.devices.flat)
     shards = [shard.data for shard in x.addressable_shards if shard.device in mine]
     shape = (lane.size, *shards[0].shape[1:])
@@ -279,5 +281,7 @@ def _lane(x: jax.Array, lane: Mesh) -> jax.Array:
 
 
 def _whole(like: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
+    if parts[0].sharding.num_devices == like.sharding.num_devices:
+        return parts[0]
     shards = [shard.data for part in parts for shard in part.addressable_shards]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)

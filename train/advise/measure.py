@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import AXIS, Topology, over_workers, place, runtime, worker_mesh
+from decentjax import AXIS, Topology, over_workers, place, runtime
 from decentjax.analysis import ring_all_reduce
 from decentjax.exchange import Exchange, Permutations
 from decentjax.gossip import host_mesh
@@ -127,6 +127,7 @@ class _Exchanges:
 
     def __init__(self, run: Run, mesh: Mesh):
         self.num_workers = mesh.shape[AXIS]
+        self.devices_per_worker = mesh.size // self.num_workers
         self.in_background = run.is_in_thread
         # A second thread on an accelerator's hosts sends over the host's own network.
         over_host = self.in_background and jax.default_backend() != "cpu"
@@ -166,7 +167,7 @@ class _Exchanges:
         if not self.in_background:
             return compiled_mix(exchange, Lowering(), lane, self.message_dtype)
         one = Topology("measured", (exchange,))
-        num_bytes = int(self.model_bytes) // len(self.lanes)
+        num_bytes = int(self.model_bytes) // self.devices_per_worker
         return fastest_mixes(one, lane, num_bytes, self.message_dtype)[exchange]
 
     def latency(self, exchange: Exchange) -> float:
@@ -179,10 +180,8 @@ class _Exchanges:
 
 def _compute_times(run: Run, mesh: Mesh, num_steps: int) -> np.ndarray:
     """Returns the seconds of each step of each worker without exchanges, [T, N]."""
-    mine = run.place.workers
-    devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    num_workers = mesh.shape[AXIS]
-    alone = worker_mesh(len(mine), devices, mesh.size // num_workers)
+    mine, num_workers = run.place.workers, mesh.shape[AXIS]
+    alone = Mesh(mesh.devices[mine], mesh.axis_names)
     train_step = build_lone_step(run, alone)
     state = put_state(run.first_state(mine), alone, run.task.shard)
     steps = build_steps(run, mine)
