@@ -89,6 +89,18 @@ def variables_of(place: JobPlace) -> dict[str, str]:
     }
 
 
+def worker_variables(per_worker: int, port: int) -> dict[str, str]:
+    """Returns the variables in which a launcher gives a worker of several processes.
+
+    Args:
+      per_worker: number of its processes, all on this machine.
+      port: where they meet; the same for each of them, and new at each start.
+    """
+    if per_worker == 1:
+        return {}
+    return {PER_WORKER: str(per_worker), WORKER_ADDRESS: f"127.0.0.1:{port}"}
+
+
 def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
     """Returns the place of a process in its worker.
 
