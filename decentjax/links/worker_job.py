@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from jax._src.distributed import global_state  # The store has no public name.
 
 from decentjax.links.inbox import Bell, Edge, Inbox, Message, Said
-from decentjax.links.outbox import abort
 from decentjax.links.peer_process import PeerProcess
 from decentjax.links.server import HANDSHAKE_SECONDS, listen, prepare
 from decentjax.links.tls import Contexts
@@ -242,7 +241,7 @@ class Leader(_Several):
         self._bell.ring()
         self._tell("end")
         for member in self._members:
-            abort(member)
+            _finish(member)
 
     def _tell(self, *words: Any) -> None:
         for member in self._members:
@@ -406,7 +405,7 @@ class Follower(_Several):
         self._closing = True
         self._bell.ring()
         self.report("end")
-        abort(self._leader)
+        _finish(self._leader)
 
     def _is_over(self) -> bool:
         return self._closing or bool(self._error)
@@ -498,15 +497,18 @@ def _admit(
                 f"the processes {missing} of the worker have not come to its links "
                 f"within {MEETING_SECONDS:g} s: all must begin with the same step"
             ) from error
-        # Any other program may connect.
-        with contextlib.suppress(OSError, ValueError, SyntaxError):
-            prepare(member, HANDSHAKE_SECONDS)
-            if tls is not None:
-                member = tls.host.wrap_socket(member, server_side=True)
-            given, number = ast.literal_eval(_read_line(member))
-            if secrets.compare_digest(given, token):
-                member.settimeout(None)
-                came[number] = member
+        with contextlib.ExitStack() as stack:
+            stack.callback(member.close)
+            # Any other program may connect.
+            with contextlib.suppress(OSError, ValueError, SyntaxError, TypeError):
+                prepare(member, HANDSHAKE_SECONDS)
+                if tls is not None:
+                    member = tls.host.wrap_socket(member, server_side=True)
+                given, number = ast.literal_eval(_read_line(member))
+                if secrets.compare_digest(given, token):
+                    member.settimeout(None)
+                    came[number] = member
+                    stack.pop_all()
     return [member for _, member in sorted(came.items())]
 
 
@@ -537,6 +539,12 @@ def _send(connection: socket.socket, words: tuple[Any, ...]) -> None:
     connection.sendall(repr(words).encode() + b"\n")
 
 
+def _finish(connection: socket.socket) -> None:
+    """Sends the end; what still comes is read."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+
+
 def _read_line(connection: socket.socket) -> str:
     """A line, byte by byte: what follows it is not read."""
     line = bytearray()
@@ -549,8 +557,12 @@ def _read_line(connection: socket.socket) -> str:
 
 def _lines(connection: socket.socket) -> Any:
     """The words that come, until the connection ends."""
-    with contextlib.suppress(OSError), connection.makefile("r") as lines:
-        for line in lines:
+    with connection, connection.makefile("r") as lines:
+        while True:
+            try:
+                line = lines.readline()
+            except OSError:
+                return
             if not line.endswith("\n"):
                 return
             yield ast.literal_eval(line)
