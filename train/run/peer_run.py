@@ -69,7 +69,6 @@ def has_begun(folder: Path) -> bool:
 def write_shared(run: Run) -> None:
     """Writes RUN/config.json; each process does, and all write the same."""
     config, folder = run.config, run.folder
-    assert isinstance(run.place, Apart)
     count = run.place.num_processes
     job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
     shared = dataclasses.replace(config, distributed=job)

@@ -64,7 +64,7 @@ def describe(run: Run, state: WorkerState) -> dict[str, Any]:
         "parameters": sum(math.prod(x.shape[1:]) for x in leaves),
         "workers": workers.num_workers,
         "nodes": workers.num_workers // workers.workers_per_node,
-        "processes": run.place.count,
+        "processes": run.place.num_processes,
         "algorithm": run.method.name,
         "topology": _graph(run),
         "exchange": run.place.phrase(run.is_in_thread),

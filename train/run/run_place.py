@@ -56,8 +56,13 @@ class Alone:
 
     @property
     def count(self) -> int:
-        """Number of all processes."""
+        """Number of all processes; a worker of peers counts as one."""
         return jax.process_count()
+
+    @property
+    def num_processes(self) -> int:
+        """Number of all processes, of the workers of peers too."""
+        return self.count
 
     @property
     def part(self) -> int:
@@ -228,7 +233,6 @@ class Apart(Alone):
 
     @property
     def num_processes(self) -> int:
-        """Number of the processes of all workers."""
         return self._place.num_processes
 
     @property

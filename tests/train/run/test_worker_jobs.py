@@ -19,6 +19,7 @@ from train.config import AutoExchange
 from train.evaluate import evaluate
 from train.replay import replay
 from train.run.loop import train
+from train.stop_run import stop
 from train.store.alive import members
 from train.store.checkpoints import find_checkpoints, read_models
 from train.store.log import read_metrics
@@ -150,6 +151,7 @@ def test_a_worker_that_loses_a_process_takes_a_peers_model(finished, tmp_path):
     with elastic(tmp_path, *init) as job:
         wait_until(lambda: alive(tmp_path, 0)[-1:] == [(1,)])
         wait_until(lambda: len(processes_of(tmp_path, 1)) == 2)
+        wait_until(lambda: bool(find_checkpoints(tmp_path / "process-1").steps))
         before = processes_of(tmp_path, 1)
         os.kill(before[1], signal.SIGKILL)
         wait_until(lambda: alive(tmp_path, 0)[-1:] == [()])
@@ -159,6 +161,8 @@ def test_a_worker_that_loses_a_process_takes_a_peers_model(finished, tmp_path):
         assert not {*before} & {*processes_of(tmp_path, 1)}
         mixed = last_step(tmp_path, 1)
         wait_until(lambda: last_step(tmp_path, 1) > mixed)
+        assert stop(tmp_path, process=1) == 0
+        wait_until(lambda: alive(tmp_path, 0)[-1:] == [()])
         job.terminate()
         output = ended(job)
     assert "worker 1 (processes 2, 3) ended, process 3 first" in output
@@ -170,7 +174,7 @@ def test_a_worker_that_loses_a_process_takes_a_peers_model(finished, tmp_path):
     assert float(found[2]) > 0
     rows = read_metrics(tmp_path / "process-1")
     assert [row["init_step"] for row in rows if "init_step" in row] == [12]
-    (joined,) = [row for row in rows if "joined_after" in row]
+    joined = next(row for row in rows if "joined_after" in row)
     assert (joined["step"], joined["joined_from"]) == (int(found[1]), [0])
     assert len(re.findall(r"\[[02]\] stopped after step", output)) == 2
     for number in (0, 1):  # All processes of a worker have stopped at one step.
