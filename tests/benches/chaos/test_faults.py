@@ -295,7 +295,7 @@ PROMISES = [
     (
         "freeze, elastic",
         """
-        import decentjax.links.links as links
+        from decentjax import links
         begin = links.Links.__init__
         def deaf(self, *args, **kwargs):
             begin(self, *args, **kwargs)

@@ -343,7 +343,7 @@ def test_a_clipped_contribution_keeps_its_weight_in_the_exchange(own):
         Contribution(i, Said(0), 0.5 if i == 3 else 1.0, 0, [jnp.asarray(x)])
         for i, x in enumerate(models)
     ]
-    kept, (left_out,) = merge._trusted(found)
+    kept, (left_out,) = merge._trusted(0, found)
     weights = merge._weights(0, 0, kept)
     assert left_out.value == pytest.approx(10)
     other = (1 - own) / 3
