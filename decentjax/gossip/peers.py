@@ -297,8 +297,8 @@ class Peers(Beside):
         is_away = self._is_away or was_silent
         self._is_away = False
         # It has trained without the others, as it did not find them in time.
-        is_lone = bool(new & self.links.ahead(step + MOST_BEHIND)) and self._is_lone
-        return self._peers.may_join and (is_away or is_lone)
+        is_lone = self._is_lone and new and new & self.links.ahead(step + MOST_BEHIND)
+        return self._peers.may_join and bool(is_away or is_lone)
 
     def has_quorum(self) -> bool:
         """Whether as many workers are alive as `elastic` wants; a call waits for it."""
