@@ -204,7 +204,7 @@ def _run(config: Config, run_dir: Path, *how: Any) -> None:
         outcome = train(config, run_dir, *how)
         if place.finish():
             _show(outcome)
-        elif place.watch is not None:
+        elif place.watch is not None and place.part == 0:
             _say_end_of_peer(outcome)
 
 

@@ -76,6 +76,7 @@ def facts(one: Member, found: Sequence[Member]) -> dict[str, Any]:
             "behind": max(steps) - one.pulse.step,
         }
     return known | {
+        "others": [plain(other.identity) for other in one.others],
         "folder": one.folder,
         "state": one.state,
         "said": one.said,
@@ -88,12 +89,13 @@ def facts(one: Member, found: Sequence[Member]) -> dict[str, Any]:
 def _cells(known: dict[str, Any]) -> list[str]:
     if known["process"] is None:
         return ["?", known["state"], *[""] * (len(HEADS) - 2)]
-    where, seconds, loss = known["identity"], known["step_seconds"], known["loss"]
+    where = [known["identity"], *known["others"]]
+    seconds, loss = known["step_seconds"], known["loss"]
     saved, up, step = known["saved"], known["up_seconds"], known["step"]
     return [
         str(known["process"]),
         known["state"],
-        f"{where['host']}:{where['pid']}",
+        " ".join(f"{one['host']}:{one['pid']}" for one in where),
         "" if up is None else span(up),
         "" if step < 0 else f"{step}/{known['num_steps']}",
         str(known["behind"]),

@@ -103,15 +103,16 @@ def _kill(run: Path, living: list[Member]) -> None:
     """
     for one in living:
         assert one.pulse is not None
-        who = one.pulse.identity
-        if who.kill():
-            say(f"killed process {one.process}, number {who.pid} on {who.host}")
-        elif not who.is_in_sight:  # Else it has ended in the meantime.
-            raise ValueError(
-                f"process {one.process} of {run} is number {who.pid} on {who.host}, "
-                "another machine or a container, out of sight from here: give the same "
-                "command there, or leave out --kill to have it stop and save"
-            )
+        for who in (pulse.identity for pulse in (one.pulse, *one.others)):
+            if who.kill():
+                say(f"killed process {one.process}, number {who.pid} on {who.host}")
+            elif not who.is_in_sight:  # Else it has ended in the meantime.
+                raise ValueError(
+                    f"process {one.process} of {run} is number {who.pid} on "
+                    f"{who.host}, another machine or a container, out of sight from "
+                    "here: give the same command there, or leave out --kill to have "
+                    "it stop and save"
+                )
 
 
 if __name__ == "__main__":

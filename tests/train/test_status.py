@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -248,6 +249,29 @@ def test_a_machine_whose_clock_is_off_is_named_and_judged_as_any_other(
     (one,) = members(tmp_path)
     assert one.state == "silent"
     assert one.said.startswith("no sign for 2 min; its clock is 1 h")
+
+
+def test_a_worker_of_several_processes_is_as_well_as_its_worst(tmp_path, pulse):
+    folder = tmp_path / "process-0"
+    folder.mkdir()
+    pulse = pulse._replace(written=time.time() + 25)  # For slow looks.
+    write_json(folder / "pulse.0.json", pulse)
+    with started("sleep", "1000") as other:
+        stat = Path(f"/proc/{other.pid}/stat").read_text().split()
+        own = pulse.identity._replace(pid=other.pid, started=stat[21])
+        write_json(folder / "pulse.0.1.json", pulse._replace(identity=own))
+        assert states(tmp_path) == ["trains"]
+        (row,) = json.loads(status(tmp_path, 0, "--json"))["processes"]
+        assert row["identity"]["pid"] == os.getpid()
+        assert [one["pid"] for one in row["others"]] == [other.pid]
+        assert f"{own.host}:{os.getpid()} {own.host}:{other.pid}" in status(tmp_path)
+        other.kill()
+        other.wait()
+        assert states(tmp_path) == ["lost"]
+        said = status(tmp_path, FAILED)
+        assert "process 0: its process 0 trains; its process 1 ended without a " in said
+        write_json(folder / "pulse.0.1.json", pulse._replace(state="done"))
+        assert states(tmp_path) == ["trains"]
 
 
 def test_who_has_written_last_tells_how_many_they_are(tmp_path, pulse):

@@ -1,7 +1,8 @@
 """Signs of life of the processes of a run, and the requests to stop that reach them.
 
 Process K writes RUN/pulse.K.json about once a second, of peers in its own folder, and
-ends as by SIGTERM once there is a file stop.K. So who can write in the run's folder
+ends as by SIGTERM once there is a file stop.K. Process p > 0 of a worker K of several
+writes pulse.K.p.json there. So who can write in the run's folder
 can ask and stop a process on any machine, and needs no number of it.
 """
 
@@ -74,10 +75,19 @@ class Beating:
       process: number of this process.
       processes: number of the run's processes.
       num_steps: number of the run's steps.
+      name: name of this process in its file's name; by default its number.
     """
 
-    def __init__(self, folder: Path, process: int, processes: int, num_steps: int):
+    def __init__(
+        self,
+        folder: Path,
+        process: int,
+        processes: int,
+        num_steps: int,
+        name: str | None = None,
+    ):
         self._folder, self._place = folder, (process, processes, own_identity())
+        self._path = folder / f"pulse.{process if name is None else name}.json"
         self._num_steps = num_steps
         self._began = own_start()
         self._every = max(1.0, processes / PER_SECOND)
@@ -112,6 +122,10 @@ class Beating:
         self._thread.join(END_SECONDS)
 
     def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            # Of a worker that had more processes; where it has them, they write again.
+            for path in self._path.parent.glob(f"{self._path.stem}.*.json"):
+                path.unlink()
         with contextlib.suppress(OSError):
             # A request from before this process; one may come while it starts.
             if self._asks.stat().st_mtime < self._began:
@@ -148,7 +162,7 @@ class Beating:
         # A disk that is full ends no run here.
         with contextlib.suppress(OSError):
             if (self._folder / "config.json").exists():
-                write_json(self._folder / f"pulse.{pulse.process}.json", pulse)
+                write_json(self._path, pulse)
 
 
 def stop_file(folder: Path, process: int) -> Path:

@@ -75,10 +75,11 @@ def train(
     """
     sinks = [*named_sinks(config.log.sinks), *sinks]
     run = set_up(config, run_dir)
+    own = run.place.process, run.place.count, config.num_steps, run.place.name
     # The lock is taken first and released last: all else writes into the folder.
     with (
         lock(run.folder) as hold,
-        Beating(run.folder, run.place.process, run.place.count, config.num_steps) as me,
+        Beating(run.folder, *own) as me,
         _advice(run),
         contextlib.ExitStack() as stack,
     ):

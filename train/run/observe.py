@@ -93,7 +93,7 @@ class Observer:
         """
         means = {name: local_mean(x) for name, x in metrics.items()}
         values = {name: mean for name, (mean, _) in means.items()}
-        if self._watch is not None and self.log is not None:
+        if self._watch is not None:
             values |= self._watch.values()
             self._watch.say_changes(step, self.log)
         # The workers of one process alone would seem closer than all are.

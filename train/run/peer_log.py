@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from decentjax import gossip
@@ -46,6 +47,8 @@ class Watch:
     ) -> Iterator[None]:
         """Records what is used; rows of steps to be redone are dropped.
 
+        The first process of a worker records for all of them.
+
         Args:
           folder: folder of this process.
           start: step at which it begins.
@@ -53,12 +56,16 @@ class Watch:
           renew: function that puts back what was removed from the folder of all.
         """
         self._peers, self._renew, self._renewed_at = peers, renew, time.monotonic()
-        with UsedRecord(folder, start) as self._record:
+        is_first = jax.process_index() == 0
+        record = UsedRecord(folder, start) if is_first else contextlib.nullcontext()
+        with record as self._record:
             yield
 
     def add(self, used: gossip.MergeRecord) -> None:
         """Records which models a worker has mixed."""
         self._records.append(used)
+        if self._record is None:
+            return
         self._record.add(used)
         for one in used.left_out:
             if (one.peer, one.why) not in self._left_out:
@@ -88,11 +95,15 @@ class Watch:
         left_out = sum(len(one.left_out) for one in records)
         return values | ({"models_left_out": left_out} if left_out else {})
 
-    def say_changes(self, step: int, log: Log) -> None:
-        """Logs which peers have come, ended or died, those refused, and the data."""
+    def say_changes(self, step: int, log: Log | None) -> None:
+        """Logs which peers have come, ended or died, those refused, and the data.
+
+        Called in all processes of a worker, of which the first has a log.
+        """
         if positions := getattr(self._peers, "positions", []):
             reads, self._reads = self._reads, []
-            log.note(step, read=reads, positions=positions)
+            if log is not None:
+                log.note(step, read=reads, positions=positions)
         alive = self._peers.alive() & self._senders
         if alive != self._alive:
             said = f"step {step}: {_change(self._senders, self._alive, alive)}"
@@ -100,8 +111,9 @@ class Watch:
             if (moved := self._mean_moved(alive)) is not None:
                 said += f"; the mean of all models moves by about {moved:.3g}"
                 facts["mean_moved"] = moved
-            log.note(step, **facts)
-            log.say(said)
+            if log is not None:
+                log.note(step, **facts)
+                log.say(said)
             self._alive = alive
         for why in set(self._peers.unreached) - self._refused:
             self._refused.add(why)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -25,6 +26,7 @@ from train.config import (
 )
 from train.data.batches import Feed
 from train.data.shard_feed import ShardFeed
+from train.job.distributed import gather
 from train.job.peer_address import address_of
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
@@ -34,7 +36,12 @@ from train.run.run_place import Apart
 from train.run.setup import Run
 from train.run.stop import Stop
 from train.run.used_record import has_record
-from train.store.checkpoints import find_checkpoints, restore, verify
+from train.store.checkpoints import (
+    DamagedError,
+    find_checkpoints,
+    restore,
+    verify,
+)
 from train.store.folder import MADE_AGAIN, process_folders, writing
 from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task
@@ -48,19 +55,22 @@ OWN = ("patience", "bind", "addresses", "seeds", "secret_file")
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether this process was started before, or others have trained for long."""
+    """Whether this process was started before, or others have trained for long.
+
+    As process 0 of its worker sees it: others write meanwhile.
+    """
     others = process_folders(folder.parent)
-    return (folder / METRICS).exists() or any(
+    begun = (folder / METRICS).exists() or any(
         find_checkpoints(other).steps for other in others
     )
+    return gather("begun", begun)[0]
 
 
 def write_shared(run: Run) -> None:
     """Writes RUN/config.json; each process does, and all write the same."""
     config, folder = run.config, run.folder
-    job = dataclasses.replace(
-        config.distributed, process_id=None, num_processes=run.place.count
-    )
+    count = run.place.num_processes
+    job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
     shared = dataclasses.replace(config, distributed=job)
     # Renamed from a name of its own: others may write theirs at the same time. Not in
     # the process's folder, which may be on a disk of its own.
@@ -134,12 +144,12 @@ def _bound(
     if exchange.seeds:
         book = gossip.Seeds(exchange.seeds)
     if exchange.addresses:
-        if len(exchange.addresses) != place.count:
+        if len(exchange.addresses) != place.num_processes:
             raise ValueError(
-                f"exchange.addresses must have one for each of {place.count} "
+                f"exchange.addresses must have one for each of {place.num_processes} "
                 f"processes, got {len(exchange.addresses)}"
             )
-        bind = to_address(*split_address(exchange.addresses[place.process]))
+        bind = to_address(*split_address(exchange.addresses[place.number]))
         # The workers of a process share its address.
         book = gossip.Addresses([x for x in exchange.addresses for _ in place.workers])
     if not (exchange.encrypted or is_loopback(split_address(bind, port=0)[0])):
@@ -170,11 +180,13 @@ def digest(config: Config) -> str:
 class Joiner(NamedTuple):
     """Takes a process of peers to where it continues: before each of its steps.
 
+    All processes of a worker call it alike.
+
     Args:
       peers: the step.
       batches: its batches, which continue there too.
       last: latest step at which it can continue.
-      log: log of this process.
+      log: log of this process; None but in the first of a worker.
       folder: folder of this process.
       stop: what ends a wait.
     """
@@ -182,7 +194,7 @@ class Joiner(NamedTuple):
     peers: gossip.Peers
     batches: Feed | ShardFeed
     last: int
-    log: Log
+    log: Log | None
     folder: Path
     stop: Stop
 
@@ -196,14 +208,14 @@ class Joiner(NamedTuple):
         """
         if not may_be_late:
             return self._admitted(begin, batch, may_be_late)
-        log = self.log
-        log.note(begin.step, began=round(time.time(), 3))
-        log.say("looks for peers that are further")
+        self._note(begin.step, began=round(time.time(), 3))
+        self._say("looks for peers that are further")
         found = self._admitted(begin, batch, may_be_late)
         if found.state is begin.state:
             how = f"goes on from its own step {begin.step}" if begin.step else "begins"
-            log.say(f"no peer is further: {how}")
-        log.forget(found.step)
+            self._say(f"no peer is further: {how}")
+        if self.log is not None:
+            self.log.forget(found.step)
         return found
 
     def admit(self, begin: Begin) -> Begin:
@@ -220,18 +232,21 @@ class Joiner(NamedTuple):
         def ended() -> bool:
             why = AWAY if self.peers.has_quorum() else NO_QUORUM
             if why not in told:
-                self.log.say(f"step {begin.step}: {why}")
+                self._say(f"step {begin.step}: {why}")
             told.add(why)
-            return self.stop.poll()
+            return self.stop.is_asked()
 
         with phases.phase(phases.WAITING):
             state, step, how = self.peers.admit(begin.state, batch, begin.step, ended)
+        # Where it may have waited.
+        if batch is not None or how == "alone" or not self.peers.has_quorum():
+            self.stop.agree()
         step = min(step, self.last)
         match how:
             case "own":
                 return begin
             case "behind":
-                self.log.note(begin.step, skipped=step - begin.step)
+                self._note(begin.step, skipped=step - begin.step)
                 return self._at(begin, step)
             case "joined":
                 return self._taken(begin, state, step, "a peer's model")
@@ -244,12 +259,20 @@ class Joiner(NamedTuple):
     def _taken(self, begin: Begin, state: WorkerState, step: int, whose: str) -> Begin:
         step, moved = min(step, self.last), distance(state.params, begin.state.params)
         where = f"at step {step}, {moved:.3g} from its own"
-        self.log.say(f"goes on with {whose} {where}")
+        self._say(f"goes on with {whose} {where}")
         facts: dict[str, Any] = {}
         if whose == "a peer's model" and self.peers.joined_from:
             facts["joined_from"] = self.peers.joined_from
-        self.log.note(step, joined_after=begin.step, moved=moved, **facts)
+        self._note(step, joined_after=begin.step, moved=moved, **facts)
         return self._at(begin._replace(state=state), step)
+
+    def _say(self, text: str) -> None:
+        if self.log is not None:
+            self.log.say(text)
+
+    def _note(self, step: int, **facts: Any) -> None:
+        if self.log is not None:
+            self.log.note(step, **facts)
 
     def _at(self, begin: Begin, step: int) -> Begin:
         """A state and its batches at another step."""
@@ -263,12 +286,17 @@ def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int] | Non
     None if no other is whole and further.
     """
     others = [x for x in process_folders(folder.parent) if x != folder]
-    saved = [one for x in others for one in find_checkpoints(x).steps.items()]
-    for step, path in sorted((x for x in saved if x[0] > begin.step), reverse=True):
+    saved = [(n, str(p)) for x in others for n, p in find_checkpoints(x).steps.items()]
+    # As process 0 of its worker sees them: others save meanwhile.
+    first, *_ = gather("saved by peers", [x for x in saved if x[0] > begin.step])
+    for step, path in sorted(((n, Path(p)) for n, p in first), reverse=True):
         try:
             verify(path)
             state = restore(path, begin.state)
         except Exception as error:  # Its own process may be removing it.
+            # Other processes of the worker may have read it.
+            if jax.process_count() > 1 and not isinstance(error, DamagedError):
+                raise
             warn(f"{path} {error}")
         else:
             return state._replace(key=begin.state.key), step
@@ -277,11 +305,18 @@ def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int] | Non
 
 def distance(models: Any, others: Any) -> float:
     """Root mean square over the workers of the distance between two models."""
-    norms = [
-        np.linalg.norm((np.asarray(x, np.float64) - y).reshape(len(x), -1), axis=1)
-        for x, y in zip(jax.tree.leaves(models), jax.tree.leaves(others), strict=True)
+    # Where they are: a process may have a part of each alone.
+    return float(_distance(jax.tree.leaves(models), jax.tree.leaves(others)))
+
+
+@jax.jit
+def _distance(models: list[jax.Array], others: list[jax.Array]) -> jax.Array:
+    pairs = zip(models, others, strict=True)
+    squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)))
+        for x, y in pairs
     ]
-    return float(np.sqrt(np.mean(np.sum(np.square(norms), 0))))
+    return jnp.sqrt(sum(squares, jnp.zeros(())) / len(models[0]))
 
 
 def _secret(exchange: ApartExchange, place: Apart) -> bytes:
@@ -335,7 +370,8 @@ def at_step(state: WorkerState, step: int) -> WorkerState:
             return tree
         count = getattr(tree, name)
         # Placed as it was.
-        new = jax.device_put(np.full(count.shape, step, count.dtype), count.sharding)
+        rows = np.full(count.shape, step, count.dtype)
+        new = jax.make_array_from_callback(rows.shape, count.sharding, rows.__getitem__)
         return tree._replace(**{name: new})
 
     return state._replace(opt_state=moved(state.opt_state))

@@ -64,7 +64,7 @@ def describe(run: Run, state: WorkerState) -> dict[str, Any]:
         "parameters": sum(math.prod(x.shape[1:]) for x in leaves),
         "workers": workers.num_workers,
         "nodes": workers.num_workers // workers.workers_per_node,
-        "processes": run.place.count,
+        "processes": run.place.num_processes,
         "algorithm": run.method.name,
         "topology": _graph(run),
         "exchange": run.place.phrase(run.is_in_thread),
@@ -171,9 +171,13 @@ def command_line(argv: list[str]) -> str:
 
 def resume_line(run: Run) -> str:
     """Returns the command that resumes a run, as a user types it."""
-    count = run.place.count
-    is_launched = count > 1 and "DECENTJAX_COMMAND" in os.environ
-    words = ["decentjax", *["launch", "-n", str(count)] * is_launched, "resume"]
+    count, each = run.place.count, run.config.workers.processes_per_worker
+    is_launched = count * each > 1 and "DECENTJAX_COMMAND" in os.environ
+    start = ["launch", "-n", str(count)]
+    if each > 1:
+        many = run.config.workers.num_workers
+        start = ["launch", "--workers", str(many), "--processes-per-worker", str(each)]
+    words = ["decentjax", *start * is_launched, "resume"]
     files = dict.fromkeys(sources(run.config))
     trust = [x for one in files for x in ("--trust", one)]
     return shlex.join([*words, str(run.place.run_dir), *trust])

@@ -10,15 +10,18 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax import worker_mesh
+from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import provide_cpu_devices, provide_devices
-from decentjax.distributed.place import JobPlace
-from decentjax.distributed.watch import close_watch, watch
+from decentjax.distributed.join import join
+from decentjax.distributed.place import JobPlace, WorkerPlace, find_worker
+from decentjax.distributed.watch import watch
 from decentjax.placement import local_workers
 from decentjax.process import phases
 from train.cli.config_json import read_fields
 from train.config import ApartExchange, BackgroundExchange, Config
 from train.job.distributed import (
     detect,
+    devices_per_process,
     fail_stop,
     job_mesh,
     leave,
@@ -27,7 +30,7 @@ from train.job.distributed import (
     workers_per_process,
 )
 from train.job.peer_address import check_addresses
-from train.job.signals import NOTHING_LOST, ended_by_signals
+from train.job.signals import NOTHING_LOST, ended_by_signals, stop_together
 from train.run.peer_log import Watch, senders
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_links, process_folders
@@ -53,8 +56,23 @@ class Alone:
 
     @property
     def count(self) -> int:
-        """Number of all processes."""
+        """Number of all processes; a worker of peers counts as one."""
         return jax.process_count()
+
+    @property
+    def num_processes(self) -> int:
+        """Number of all processes, of the workers of peers too."""
+        return self.count
+
+    @property
+    def part(self) -> int:
+        """Number of this process among the ones that share its folder as a worker."""
+        return 0
+
+    @property
+    def name(self) -> str:
+        """Name of this process in names of files: its number, and its part."""
+        return f"{self.process}.{self.part}" if self.part else str(self.process)
 
     @property
     def elastic(self) -> bool:
@@ -186,8 +204,10 @@ class InJob(Alone):
 class Apart(Alone):
     """One of several peers, which have no coordinator: each process is a separate run.
 
-    RUN/process-K is the folder of process K, with its own lock, log and checkpoints;
-    RUN/peers has the addresses of the workers, RUN/config.json what all share.
+    So is each worker of several processes, a job of its own, which counts as one here.
+    RUN/process-K is the folder of process, or worker, K, with its own lock, log and
+    checkpoints; RUN/peers has the addresses of the workers, RUN/config.json what all
+    share.
 
     Raises:
       ValueError: if it has no place, or the workers do not divide among the processes.
@@ -202,13 +222,30 @@ class Apart(Alone):
             )
         return detect("unused", self._config.distributed)  # Peers have no coordinator.
 
+    @functools.cached_property
+    def _in_worker(self) -> WorkerPlace:
+        return find_worker(self._place, self._config.workers.processes_per_worker)
+
     @property
-    def process(self) -> int:
+    def number(self) -> int:
+        """Number of this process among the processes of all workers."""
         return self._place.process_id
 
     @property
-    def count(self) -> int:
+    def num_processes(self) -> int:
         return self._place.num_processes
+
+    @property
+    def process(self) -> int:
+        return self._in_worker.worker
+
+    @property
+    def count(self) -> int:
+        return self._in_worker.num_workers
+
+    @property
+    def part(self) -> int:
+        return self._in_worker.job.process_id
 
     @property
     def first(self) -> int:
@@ -216,11 +253,15 @@ class Apart(Alone):
 
     @functools.cached_property
     def workers(self) -> range:
+        devices_per_process(self._config.workers, self.num_processes)
         each = workers_per_process(self._config.workers.num_workers, self.count)
         return range(self.process * each, (self.process + 1) * each)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
+        """The devices of its workers, if the processes of a worker agree on the run."""
+        if jax.process_count() > 1:
+            meet(self._config)
         slices = self._config.workers.devices_per_worker
         return worker_mesh(len(self.workers), devices_per_worker=slices)
 
@@ -243,7 +284,9 @@ class Apart(Alone):
         check_links(run_dir)
         if path.exists():
             try:
-                count = read_fields(path)["distributed"]["num_processes"]
+                fields = read_fields(path)
+                count = fields["distributed"]["num_processes"]
+                count //= fields["workers"].get("processes_per_worker", 1)
             except (KeyError, TypeError) as error:
                 raise ValueError(f"{path} does not have num_processes") from error
             if count != self.count:
@@ -257,13 +300,21 @@ class Apart(Alone):
     def start(self) -> Iterator[None]:
         assert isinstance(self._config.exchange, ApartExchange)
         check_addresses(self._config.exchange)
-        each = self._config.workers.devices_per_worker
-        provide_devices(self._place.local_id, len(self.workers) * each)
-        watch(self._config.distributed.deadline, self.process)
-        yield
+        job, how = self._in_worker.job, self._config.distributed
+        each = devices_per_process(self._config.workers, self.num_processes)
+        if job.num_processes == 1:
+            provide_devices(job.local_id, each)
+            watch(how.deadline, self.process)
+            yield
+            return
+        with fail_stop():
+            check_credentials()
+            seconds = how.deadline, how.start_seconds
+            join(job, each, *seconds, self.run_dir, stop_together())
+            yield
 
     def finish(self) -> bool:
-        close_watch()
+        leave()
         return False  # The models of all are in several folders.
 
     def phrase(self, in_thread: bool) -> str:

@@ -89,6 +89,7 @@ def read_trained(
     folders, num_processes = {0: run_dir}, 1
     if process_folders(run_dir):
         num_processes = config.distributed.num_processes or 1
+        num_processes //= config.workers.processes_per_worker
         folders = {i: run_dir / f"process-{i}" for i in range(num_processes)}
         if run.place.elastic and step is None:
             folders = _there_to_the_end(folders, config.checkpoint.every_steps)

@@ -87,7 +87,7 @@ def start(
     check = build_check(run.mesh, place.first)
     is_late = place.watch is not None and has_begun(folder)
     begin, record = _begin(run, begin_new, resume, check), None
-    if config.log.timeline:
+    if config.log.timeline and place.part == 0:
         record = stack.enter_context(Timeline(folder, place.process)).record
     # Contexts end in the reverse order: first the checkpoints, which save what is still
     # in memory, then the exchange, and only then the log, which shows their errors.
@@ -112,7 +112,7 @@ def start(
     checkpoints = Checkpoints(folder, *kept)
     stack.enter_context(checkpoints)
     _say_start(run, begin, log)
-    profile = profiled(folder / f"profile.{place.process}", config.log.profiled())
+    profile = profiled(folder / f"profile.{place.name}", config.log.profiled())
     return begin, Parts(
         train_step,
         batches,
@@ -154,7 +154,9 @@ def _build_feed(
         known = [
             row["positions"] for row in rows if len(row.get("positions", "")) == count
         ]
-        train_step.positions = known[-1] if known else [step] * count
+        # Process 0 of a worker may be writing them.
+        first, *_ = gather("positions", known[-1] if known else [step] * count)
+        train_step.positions = first
 
         def of_shard(shard: int) -> grain.MapDataset[Batch]:
             return build_steps(run, [shard])
@@ -175,7 +177,6 @@ def _meet(
     stop: Stop,
 ) -> tuple[Begin, Callable[[Begin], Begin]]:
     """Where a process of peers begins, and what may move it on before a step."""
-    assert log is not None
     last = run.config.num_steps - 1
     joiner = Joiner(train_step, batches, last, log, run.folder, stop)
     if begin.step <= last:

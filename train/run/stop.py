@@ -6,7 +6,12 @@ import signal
 import jax
 from jax.experimental import multihost_utils
 
+from decentjax.distributed.join import client
+from train.job.distributed import gather
 from train.job.signals import handled, stop_signals
+
+# By which jax 0.10.2 and 0.12.0 tell all processes of a job that one got SIGTERM.
+NOTICE = "RECEIVED_PREEMPTION_NOTICE"
 
 
 class Stop:
@@ -44,6 +49,22 @@ class Stop:
             self._polls += 1
             self.stopped = multihost_utils.reached_preemption_sync_point(self._polls)
         return self.stopped
+
+    def is_asked(self) -> bool:
+        """Whether this process knows of a signal; asked of any, and as often as wanted.
+
+        For a wait, after which all processes call `agree`.
+        """
+        if not self._in_job:
+            return self._asked
+        try:
+            return bool(client().key_value_try_get(NOTICE))
+        except jax.errors.JaxRuntimeError:  # Not found.
+            return False
+
+    def agree(self) -> None:
+        """Ends the run here if a process knows of a signal; all processes call it."""
+        self.stopped |= any(gather("stop", self.is_asked()))
 
     def ask(self) -> None:
         """Ends the loop as the first signal does."""

@@ -27,6 +27,7 @@ State = Literal[
 CODES = {"failed": FAILED, "lost": FAILED, "unknown": FAILED} | dict.fromkeys(
     ("frozen", "silent", "late"), LATE
 )
+FROM_WORST = *CODES, "trains", "stopped", "done"
 SILENT_SECONDS, SILENT_TIMES = 5.0, 5  # Without a pulse, and in the times of its pause.
 # A step that takes so much longer than the median one is late.
 LATE_SECONDS, LATE_TIMES = 10.0, 10
@@ -46,6 +47,7 @@ class Member(NamedTuple):
       pulse: what it says of itself, if that can be read.
       saved: step of its newest checkpoint.
       row: newest row of its log that has a loss; empty if there is none.
+      others: what the further processes of a worker of several say of themselves.
     """
 
     process: int
@@ -55,6 +57,7 @@ class Member(NamedTuple):
     pulse: Pulse | None
     saved: int | None
     row: dict[str, Any]
+    others: tuple[Pulse, ...] = ()
 
     @property
     def is_alive(self) -> bool:
@@ -84,8 +87,10 @@ def members(run_dir: Path) -> list[Member]:
     found = []
     folders = process_folders(run_dir)
     for folder in folders or [run_dir]:
-        paths = sorted(folder.glob(FILES))
-        found += [_member(folder, path) for path in paths]
+        # The first process of a worker of several has the shortest name.
+        paths = sorted(folder.glob(FILES), key=lambda x: (len(x.name), x.name))
+        some = [_member(folder, path) for path in paths]
+        found += [_together(some)] if folders and some else some
         if folders and not paths:
             said = f"has no {FILES.replace('*', folder.name.partition('-')[2])} yet"
             found.append(_unknown(folder, said))
@@ -135,6 +140,21 @@ def _member(folder: Path, path: Path) -> Member:
         said = f"{said}; {clock}" if said else clock
     facts = newest_step(str(folder)), _newest_row(folder)
     return Member(pulse.process, folder, state, said, pulse, *facts)
+
+
+def _together(some: list[Member]) -> Member:
+    """A worker of several processes: as well as the one that is worst."""
+    first, *others = some
+    if not others:
+        return first
+    state = min((one.state for one in some), key=FROM_WORST.index)
+    said = [
+        f"its process {number} {one.said or one.state}"
+        for number, one in enumerate(some)
+        if one.said or one.state != state
+    ]
+    pulses = tuple(one.pulse for one in others if one.pulse is not None)
+    return first._replace(state=state, said="; ".join(said), others=pulses)
 
 
 def _unknown(folder: Path, said: str) -> Member:
