@@ -181,7 +181,7 @@ def worker_mesh(
     return Mesh(rows, (AXIS, "fsdp"))
 
 
-def fast_network(device: jax.Device) -> int:
+def fast_network(device: Any) -> int:
     """Returns the number of a device's fast network, which jax calls its slice.
 
     A node of GPUs, a rack whose nodes share NVLink, or a slice of TPUs. jax numbers the

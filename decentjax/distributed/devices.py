@@ -1,6 +1,7 @@
 """The devices of a process, and the mesh of those of all processes."""
 
 import os
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -51,7 +52,7 @@ def node_mesh(hosts: list[str], devices_per_worker: int = 1) -> Mesh:
     # A node's processes need not have consecutive numbers, as with srun's cyclic
     # distribution: hosts A, B, A, B give the order of processes 0, 2, 1, 3. Nor need
     # the nodes of a rack.
-    def place(device: jax.Device) -> tuple[int, ...]:
+    def place(device: Any) -> tuple[int, ...]:
         process = device.process_index
         node = hosts.index(hosts[process])
         return fast_network(device), node, process, device.id
