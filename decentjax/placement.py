@@ -112,6 +112,21 @@ def slices_of(mesh: Mesh) -> np.ndarray:
     return devices.reshape(len(devices), -1)
 
 
+def local_slices(mesh: Mesh) -> list[list[Any]]:
+    """Returns the devices of each worker that are in this process.
+
+    Examples:
+      >>> from decentjax import worker_mesh
+      >>> from decentjax.placement import local_slices
+      >>> len(local_slices(worker_mesh(1))[0])
+      1
+    """
+    return [
+        [one for one in row if one.process_index == one.client.process_index()]
+        for row in slices_of(mesh)
+    ]
+
+
 def is_between_cpus(mesh: Mesh) -> bool:
     """Whether collectives of this mesh are between CPUs.
 

@@ -1,7 +1,7 @@
 """The arrays to send: from stacked arrays on a mesh to rows of one worker, and back.
 
 If a worker is a slice of the mesh, a row is in pieces, each on the device that has it.
-What several of its devices hold is sent once.
+What several of its devices hold is sent once, by each of its processes.
 """
 
 import collections
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from decentjax._core.collectives import is_mixed
 from decentjax.links import Piece
-from decentjax.placement import rows_sharding, slices_of
+from decentjax.placement import local_slices, rows_sharding
 
 Rows = list[jax.Array]
 """The pieces of one worker's leaves, [1, ...] each, one device after another."""
@@ -42,7 +42,7 @@ class Layout:
         mesh: Mesh,
         travels: Callable[[Any], bool] = is_mixed,
     ):
-        self._slices = slices_of(mesh).tolist()
+        self._slices = local_slices(mesh)
         self._sent = [number for number, x in enumerate(stacked) if travels(x)]
         self._shapes = {n: stacked[n].shape for n in self._sent}
         self._lies = {n: rows_sharding(stacked[n], mesh) for n in self._sent}

@@ -274,7 +274,7 @@ class PeerPort(PartyPort):
             of_workers = dict(zip(self.party.workers, rows, strict=True))
             said = self._way.said(step, *[0] * self._num_parts)
             self.links.met |= {guest for guest, _ in guests}
-            for guest, worker in guests:
+            for guest, worker in sorted(guests):
                 # Copies, which no later step donates.
                 own = [jnp.array(x, copy=True) for x in of_workers[worker]]
                 self.links.publish(worker, guest, len(self._forms), own, said)
@@ -386,7 +386,7 @@ class PeerPort(PartyPort):
         """The peers that have not yet taken the last round taken here."""
         if not self._reports_taken:
             return set()
-        return self.sources & self.links.alive() - self.links.ahead(self._taken - 1)
+        return self.sources & self.links.behind(self._taken - 1)
 
     def _take(
         self, group: int, own: Leaves, of_workers: list[Rows], number: int
@@ -424,7 +424,7 @@ class PeerPort(PartyPort):
         living = list(range(count))
         if self._links is not None:
             # Who has ended regularly leaves no data to the others.
-            living = sorted({*self.living(), *self._links.left})
+            living = sorted({*self.living(), *self._links.left()})
         for i in self.party.workers:
             shard = shard_of(i, step, living, count)
             self._reading[i] = shard, self.ledger.next_batch(i, shard)

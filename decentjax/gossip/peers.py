@@ -4,6 +4,7 @@ Each worker sends its newest model to the peers of the step, group by group, and
 theirs. A slow, frozen or dead peer delays the others by at most the patience.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -251,6 +252,8 @@ class Peers(Beside):
         peers, elastic = self._peers, self._peers.elastic
         if is_first:
             self._open(self._rounds.pack(state), batch, step if elastic is None else -1)
+        ended = functools.partial(self.links.agree, "ended", ended)
+        if is_first:
             self._check_begins(step, ended)
         elif not peers.rejoins:
             return found
@@ -287,7 +290,7 @@ class Peers(Beside):
 
     def _must_look(self, step: int) -> bool:
         """Whether peers may have a state that this process must take."""
-        lives = {peer: self.links.life_of(peer) for peer in self.alive()}
+        lives = self.links.lives()
         new = {j for j, life in lives.items() if self._lives.get(j) != life}
         self._lives |= lives
         was_silent = self._peers.elastic is not None and self.links.was_silent()
@@ -303,7 +306,7 @@ class Peers(Beside):
         if elastic is None or not self._is_open:
             return True
         # A process that has finished counts, so that the last ones can finish too.
-        there = {*self.alive(), *self._peers.party.workers, *self.links.left}
+        there = {*self.alive(), *self._peers.party.workers, *self.links.left()}
         return len(there) >= elastic.quorum
 
     def next_reads(self, step: int) -> list[tuple[int, int]]:
@@ -347,8 +350,8 @@ class Peers(Beside):
         """
         if not (groups := self._peers.apart.values()):
             return None
-        squares = sum(np.mean([_squared(x) for x in one]) for one in groups)
-        return math.sqrt(squares / len(self._peers.party.workers))
+        squares = sum(float(np.mean([_squared(x) for x in one])) for one in groups)
+        return math.sqrt(self.links.total(squares) / len(self._peers.party.workers))
 
     def _joined(self, own: Admitted, batch: Any, ended: Callable[[], bool]) -> Admitted:
         """The state and the step of a peer that is ahead, once it has sent them.

@@ -17,6 +17,9 @@ MAX_ENTRY_BYTES = 1024
 class Book(Protocol):
     """Where workers publish their addresses, and look up those of their peers.
 
+    The number of a worker is that of its process if it has several: process p of P of
+    worker w has the number w P + p.
+
     An entry is one line of text: the address, HOST:PORT or [HOST]:PORT for IPv6, and
     after a space a token that differs between two starts of the worker. `read` returns
     None where there is no entry, and raises a ValueError where it is damaged, or an
@@ -86,6 +89,8 @@ class Folder:
 @dataclasses.dataclass(frozen=True)
 class Addresses:
     """A fixed list, HOST:PORT of each worker; workers of one process share one.
+
+    Of workers of several processes, one after another for each process.
 
     An IPv6 host stands in brackets: "[fd00::1]:5000".
 

@@ -22,10 +22,10 @@ class Caller:
       book: address book of the workers.
       secret: that of the run.
       tls: TLS contexts; None for none.
-      says: what this process says of itself: guest, address, life, digest and first.
+      says: what this process says of itself, the fields of a `Question`.
       workers: the workers of this process.
-      is_known: function that returns whether a worker is connected, or none of the run:
-        what others say of where it is does not count then.
+      is_known: function that returns whether the worker of a number in the book is
+        connected, or none of the run: what others say of where it is does not count.
     """
 
     def __init__(
@@ -41,6 +41,10 @@ class Caller:
         self._says, self._workers = says, workers
         self._is_known = is_known
         self._entry = f"{says['address']} {says['life']}"
+
+    def number_of(self, worker: int) -> int:
+        """The number of a worker in the book, see `Book`."""
+        return worker * self._says["processes"] + self._says["process"]
 
     def check_numbers(self) -> None:
         """Raises where another process answers as a worker of this one."""
@@ -65,7 +69,7 @@ class Caller:
           ValueError: if the book does not take it.
         """
         for worker in self._workers:
-            self._book.write(worker, self._entry)
+            self._book.write(self.number_of(worker), self._entry)
 
     def keep_entries(self) -> None:
         """Writes the entries of this process again, if they are missing or damaged."""
@@ -73,12 +77,12 @@ class Caller:
             # What cannot be written now is tried again.
             with contextlib.suppress(OSError, ValueError, jax.errors.JaxRuntimeError):
                 if self._address_of(worker) is None:
-                    self._book.write(worker, self._entry)
+                    self._book.write(self.number_of(worker), self._entry)
 
     def _address_of(self, worker: int) -> str | None:
         """The address in an entry; None if it is missing or damaged."""
         try:
-            entry = self._book.read(worker)
+            entry = self._book.read(self.number_of(worker))
             return None if entry is None else address_in(entry)
         except ValueError:
             return None
@@ -117,7 +121,7 @@ class Caller:
         return host
 
     def entries(self) -> dict[str, str]:
-        """The addresses that this process tells others, by worker."""
+        """The addresses that this process tells others, by their numbers."""
         known = self._book.entries if isinstance(self._book, Seeds) else {}
         return {str(worker): entry for worker, entry in list(known.items())}
 
@@ -125,11 +129,14 @@ class Caller:
         """Takes over addresses that a process with the secret knows."""
         if not isinstance(self._book, Seeds) or said.digest != self._says["digest"]:
             return
-        for worker, entry in ((int(name), x) for name, x in said.entries.items()):
+        for number, entry in ((int(name), x) for name, x in said.entries.items()):
+            worker = number // self._says["processes"]
+            if worker in self._workers and number == self.number_of(worker):
+                continue
             # A process knows best where it is itself.
             is_own = entry.endswith(f" {said.life}")
-            if worker not in self._workers and (is_own or not self._is_known(worker)):
-                self._book.write(worker, entry)
+            if is_own or not self._is_known(number):
+                self._book.write(number, entry)
 
 
 @contextlib.contextmanager

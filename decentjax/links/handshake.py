@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from decentjax.links.wire import MAX_STEP, parse, read_words, send_words
 
-PROTOCOL = 2  # Of the words and frames.
+PROTOCOL = 3  # Of the words and frames.
 ANY = -1  # In place of a worker's number.
 NONCE_BYTES = 32
 STRANGER = "it is another program, or another version of decentjax"
@@ -46,7 +46,9 @@ class Question(NamedTuple):
       worker: number of the worker that it asks for, or `ANY`.
       digest: text that must be equal in all processes.
       first: hash of the model that it starts from; "" for any.
-      entries: those of `Seeds` that it knows, by worker.
+      process: number of its process in its worker.
+      processes: number of processes of its worker.
+      entries: those of `Seeds` that it knows, by their numbers.
     """
 
     guest: int
@@ -55,6 +57,8 @@ class Question(NamedTuple):
     worker: int
     digest: str
     first: str
+    process: int
+    processes: int
     entries: dict[str, str]
 
 
@@ -68,7 +72,9 @@ class Host(NamedTuple):
       life: a positive number that differs between starts of the process.
       step: its current step; -1 before its first.
       first: hash of the model that it starts from; "" for any.
-      entries: those of `Seeds` that it knows, by worker.
+      process: number of its process in its worker.
+      processes: number of processes of its worker.
+      entries: those of `Seeds` that it knows, by their numbers.
     """
 
     worker: int
@@ -77,6 +83,8 @@ class Host(NamedTuple):
     life: int
     step: int
     first: str
+    process: int
+    processes: int
     entries: dict[str, str]
 
 
@@ -111,6 +119,13 @@ def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
     found = _words(_read_host, answer)
     if question.worker not in (ANY, found.worker):
         raise RefusedError(f"it is worker {found.worker}")
+    if found.processes != question.processes:
+        raise RefusedError(
+            f"its worker has {found.processes} processes, and this one "
+            f"{question.processes}: start all workers with as many"
+        )
+    if question.worker != ANY and found.process != question.process:
+        raise RefusedError(f"it is process {found.process} of its worker")
     if found.digest != question.digest:
         raise RefusedError("its config or its model differs")
     return found
@@ -145,8 +160,12 @@ def answer(
     own = json.dumps(host._asdict())
     mac = _prove(secret, "host", nonce, other, said, own)
     send_words(connection, {"says": own, "mac": mac})
-    is_peer = (host.digest, host.worker) == (question.digest, question.worker)
-    return question if is_peer else None
+    wanted = host.digest, host.worker, host.process, host.processes
+    return question if wanted == _wanted(question) else None
+
+
+def _wanted(question: Question) -> tuple[str, int, int, int]:
+    return question.digest, question.worker, question.process, question.processes
 
 
 def _words(read: Callable[[Any], Any], where: Any) -> Any:
@@ -173,9 +192,12 @@ def _read_question(text: str) -> Question:
             "worker": int(worker),
             "digest": str(digest),
             "first": str(first),
+            "process": int(process),
+            "processes": int(processes),
             "entries": dict(entries),
         } if life > 0 and _are_texts(entries):
-            return Question(guest, address, life, worker, digest, first, entries)
+            where = process, processes, entries
+            return Question(guest, address, life, worker, digest, first, *where)
     raise ValueError("it is no question of a peer")
 
 
@@ -188,10 +210,13 @@ def _read_host(text: str) -> Host:
             "life": int(life),
             "step": int(step),
             "first": str(first),
+            "process": int(process),
+            "processes": int(processes),
             "entries": dict(entries),
         } if life > 0 and type(step) is int and -1 <= step <= MAX_STEP:
             if _are_texts(entries):
-                return Host(worker, guest, digest, life, step, first, entries)
+                where = process, processes, entries
+                return Host(worker, guest, digest, life, step, first, *where)
     raise ValueError("these are not the words of a peer")
 
 

@@ -141,6 +141,10 @@ class Inbox:
         for edge in [edge for edge in self._edges if edge.peer == peer]:
             del self._edges[edge]
 
+    def held(self, edge: Edge) -> list[Message]:
+        """The messages of an edge that wait to be taken."""
+        return self._edges[edge].messages
+
     def has(self, edge: Edge, step: int) -> bool:
         """Whether a message of a step, or a later one, has arrived.
 

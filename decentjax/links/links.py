@@ -13,18 +13,21 @@ which messages have arrived, travels on the connection that the peer has opened 
   and counts once.
 - The end of a connection means the end of the process, unless it can be asked again at
   once. Silence means that it is frozen, or its network is cut.
+- The processes of a worker of several decide as one, see `worker_job`. Each calls the
+  same methods, in the same order.
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import secrets
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -48,6 +51,7 @@ from decentjax.links.wire import (
     Wire,
     read_into,
 )
+from decentjax.links.worker_job import Key, join_worker
 
 TEND_SECONDS = 0.1  # Between two looks at what is due.
 # Between two lookups of a peer in the book: at first, at most while it is not there,
@@ -59,6 +63,8 @@ BRIEF_SECONDS = 1.0  # Of a connection after which the next one waits for a mome
 ONE_WAY_SECONDS = 5.0  # After which a peer that reaches this process is to be reached.
 MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
 CLOSE_SECONDS = 2.0  # Wait for readers of the last messages.
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass
@@ -75,11 +81,22 @@ class _Peer:
     left_life: int = 0  # The life that has ended regularly.
     guest: int = -1  # The first worker of that process.
     step: int = -1  # The step that it has reported.
-    floor: int = -1  # Its models up to this step are from before a silence.
     since: float = 0.0  # When it has answered.
     looks_at: float = 0.0  # When it is looked up next.
     pause: float = LOOK_UP_SECONDS
     counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
+
+
+def decided(method: Callable[Given, Answer]) -> Callable[Given, Answer]:
+    """A method whose answer process 0 of a worker gives in all of its processes."""
+
+    @functools.wraps(method)
+    def answered(*given: Given.args, **named: Given.kwargs) -> Answer:
+        links: Any = given[0]
+        compute = functools.partial(method, *given, **named)
+        return links.agree(method.__name__, compute)
+
+    return answered
 
 
 class Links:
@@ -123,7 +140,7 @@ class Links:
     ):
         self.refused: dict[int, str] = {}
         self.unreached: dict[int | str, str] = {}
-        self.left: set[int] = set()
+        self._left: set[int] = set()
         self._book, self._slices = party.book, party.slices
         self._channels = [Channel(pieces) for pieces in channels]
         self._wire, self._silent_seconds = Wire(num_parts), silent_seconds
@@ -131,12 +148,20 @@ class Links:
         tls = contexts(self._secret) if party.encrypted else None
         self._server = Server(party.bind, tls and tls.host, self._serve)
         self.bell, self._inbox, self._step = Bell(), Inbox(), -1
+        self._sent = collections.Counter[Edge]()
         self._peers = {peer: _Peer() for peer in range(num_workers)}
         self.met = set(self._peers)
         self._unlike, self._joining = set[int](), set[tuple[int, int]]()
         # By its first worker, a process that reaches this one: its address, since when.
         self._reached = dict[int, tuple[str, float]]()
-        self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
+        try:
+            # A number that identifies this start of the worker.
+            self._job, self._life = join_worker(
+                party, self._inbox, self.bell, tls, self._has_seen
+            )
+        except BaseException:
+            self._server.close()
+            raise
         text = repr((num_workers, self._channels, party.digest, digest, num_parts))
         self._says = {
             "guest": min(self._slices),
@@ -144,6 +169,8 @@ class Links:
             "life": self._life,
             "digest": hashlib.sha256(text.encode()).hexdigest(),
             "first": first_model,
+            "process": party.process,
+            "processes": party.num_processes,
         }
         self._was_silent, self._closing = False, threading.Event()
         self._threads = Threads()
@@ -153,6 +180,7 @@ class Links:
             self._caller.check_numbers()
             self._caller.write_entries()
         except ValueError:
+            self._job.close()
             self._server.close()
             raise
         self._outbox = Outbox(self._channels)
@@ -161,7 +189,7 @@ class Links:
             (own,) = self._slices
             self._sought.remove(own)
             self._peers[own].life = self._life
-            self._inbox.meet(own)
+            self._job.met(own, self._life, -1)
         self._server.start()
         self._look_up_all()
         self._threads.start(self._tend)
@@ -184,10 +212,29 @@ class Links:
         donated before they are computed and read are not sent.
         """
         with self.bell.lock:
-            known = self._peers[peer]
+            known, to = self._peers[peer], Edge(worker, peer, channel)
             if known.life and peer in self.met:
-                frame = Frame(MESSAGE, worker, peer, channel, said=said)
+                frame = Frame(MESSAGE, *to, self._sent[to], said)
                 self._outbox.send(frame, known.guest, known.life, arrays)
+            # Also of what is not sent, as another process of this worker may send it.
+            self._sent[to] += 1
+
+    def agree(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Returns what process 0 of this worker computes, in all of its processes.
+
+        Args:
+          name: what is asked, the same in all processes.
+          compute: function without arguments that returns a Python literal.
+
+        Raises:
+          ConnectionError: if a process of the worker has ended.
+          RuntimeError: if the processes ask different things.
+        """
+        return self._job.agree(name, compute)
+
+    def total(self, value: float) -> float:
+        """Returns the sum of a value over the processes of this worker."""
+        return self._job.total(value)
 
     def check_first_models(self) -> None:
         """Raises a ValueError if a peer started from a different model."""
@@ -217,9 +264,10 @@ class Links:
           ValueError: if a peer started from a different model.
         """
         edge = Edge(worker, peer, channel)
-        found = self._run(self._inbox.wait(edge, step, deadline))
-        return found and self._opened(edge, found)
+        wait = self._inbox.wait(edge, step, deadline)
+        return self._taken("wait", edge, lambda: [self._run(wait)])
 
+    @decided
     def gather(
         self,
         worker: int,
@@ -257,6 +305,7 @@ class Links:
         """The peers that have requested a whole state, and do not have it yet."""
         return {peer for peer, _ in self._joining}
 
+    @decided
     def has_sent(self, worker: int, peer: int, channel: int, step: int) -> bool:
         """Whether a message of a step, or a later one, has arrived."""
         with self.bell.lock:
@@ -268,8 +317,7 @@ class Links:
         If that has not arrived, later ones too: a peer that is ahead sends no other.
         """
         edge = Edge(worker, peer, channel)
-        with self.bell.lock:
-            found = self._inbox.take(edge, step)
+        found = self._job.take("take", edge, lambda: self._inbox.take(edge, step))
         return [self._opened(edge, one) for one in found]
 
     def wait_for_number(
@@ -295,18 +343,23 @@ class Links:
           deadline: value of `time.monotonic` at which it no longer waits.
         """
         edge = Edge(worker, peer, channel)
-        with self.bell.lock:
-            if self._peers[peer].life != life:
-                return None
-            wait = self._inbox.wait_for_number(edge, number, deadline)
-        found = self._run(wait)
-        return found and self._opened(edge, found)
 
+        def found() -> list[Message | None]:
+            with self.bell.lock:
+                if self._peers[peer].life != life:
+                    return []
+                wait = self._inbox.wait_for_number(edge, number, deadline)
+            return [self._run(wait)]
+
+        return self._taken("wait_for_number", edge, found)
+
+    @decided
     def newest_number(self, worker: int, peer: int, channel: int) -> int:
         """Returns the highest number of an arrived message; -1 if none."""
         with self.bell.lock:
             return self._inbox.newest_number(Edge(worker, peer, channel))
 
+    @decided
     def meet(self, peers: Collection[int], deadline: float) -> None:
         """Waits for peers that are starting too, so that the first step includes them.
 
@@ -320,6 +373,7 @@ class Links:
                 return
             self.bell.wait(heard, deadline)
 
+    @decided
     def find_ahead(
         self, step: int, alone: float, ended: Callable[[], bool]
     ) -> set[int]:
@@ -343,6 +397,12 @@ class Links:
             self.bell.wait(heard)
         return self.ahead(step)
 
+    @decided
+    def lives(self) -> dict[int, int]:
+        """Returns `life_of` each worker of another process that is alive."""
+        return {peer: self._peers[peer].life for peer in self.alive()}
+
+    @decided
     def life_of(self, peer: int) -> int:
         """Returns a number that changes with the peer's process.
 
@@ -351,20 +411,29 @@ class Links:
         """
         return self._peers[peer].life
 
+    @decided
+    def left(self) -> set[int]:
+        """Returns the workers that have ended regularly."""
+        return {*self._left}
+
+    @decided
     def alive(self) -> set[int]:
         """Returns the workers that have answered and whose process has not died."""
         with self.bell.lock:
             return self._inbox.alive - self._slices.keys()
 
+    @decided
     def ahead(self, step: int) -> set[int]:
         """Returns the live workers that are past a step."""
         return {peer for peer in self.alive() if self._peers[peer].step > step}
 
+    @decided
     def ask_to_join(self, worker: int, peer: int) -> None:
         """Requests a peer's whole state; its `joining` then has the request."""
         known = self._peers[peer]
         self._box(worker, peer).tell(Frame(JOINS, worker, peer), known.life)
 
+    @decided
     def joining(self) -> set[tuple[int, int]]:
         """Returns the workers that have requested a whole state since the last call.
 
@@ -375,17 +444,24 @@ class Links:
             self._joining -= found
         return found
 
+    @decided
     def floor(self, peer: int) -> int:
         """Returns the last step whose models a peer sent before it was lost and found.
 
         They may be as old as its silence was long.
         """
-        return self._peers[peer].floor
+        return self._job.floors.get(peer, -1)
+
+    def behind(self, step: int) -> set[int]:
+        """Returns the connected workers that have not reported to be past a step."""
+        there = self._connected()
+        return {peer for peer in there if self._peers[peer].step <= step}
 
     def at(self, step: int) -> None:
         """Sets the step that this process reports."""
         self._step = step
 
+    @decided
     def was_silent(self) -> bool:
         """Whether this process was frozen since the last call, and so declared lost."""
         found, self._was_silent = self._was_silent, False
@@ -396,7 +472,8 @@ class Links:
 
         Waits for readers that take nothing for two seconds at most.
         """
-        self._drop_for({*self._peers} - self._inbox.alive)
+        self._job.close()
+        self._drop_for({*self._peers} - self._connected())
         self._outbox.close(CLOSE_SECONDS)
         self._closing.set()
         self._server.close()
@@ -409,8 +486,33 @@ class Links:
                     abort(known.call)
         self._threads.join(CLOSE_SECONDS)
 
+    def _connected(self) -> set[int]:
+        """The workers to which this process, of its worker, has a connection."""
+        return {n for n, known in self._peers.items() if known.call is not None}
+
     def _run(self, wait: Any) -> Any:
-        return run(wait, self.bell, self.check_first_models)
+        def check() -> None:
+            self._job.check()
+            self.check_first_models()
+
+        return run(wait, self.bell, check)
+
+    def _taken(
+        self, name: str, edge: Edge, compute: Callable[[], list[Message | None]]
+    ) -> Message | None:
+        """The message of a wait, if there is one."""
+        found = self._job.take(name, edge, lambda: [x for x in compute() if x])
+        return next((self._opened(edge, one) for one in found), None)
+
+    def _has_seen(self, what: str, values: tuple[Any, ...]) -> None:
+        """Takes in, in process 0 of a worker, what another process reports."""
+        match what, values:
+            case "unlike", (int(peer),):
+                self._unlike.add(peer)
+            case "refused", (int(peer), str(why)):
+                self.refused[peer] = why
+            case "silent", ():
+                self._was_silent = True
 
     def _opened(self, edge: Edge, message: Message) -> Message:
         """A message with its arrays, on the devices of the worker that receives it."""
@@ -425,8 +527,9 @@ class Links:
         kept_at, before = time.monotonic(), time.monotonic()
         while not self._closing.wait(TEND_SECONDS):
             now = time.monotonic()
-            if self._silent_seconds is not None:
-                self._was_silent |= now - before > self._silent_seconds
+            silent = self._silent_seconds
+            if silent is not None and now - before > silent:
+                self._job.report("silent")
             before = now
             self._server.expire()
             self._find_one_way(now)
@@ -445,7 +548,7 @@ class Links:
                     self.unreached.pop(address, None)
                 except (OSError, EOFError, ValueError, RefusedError) as why:
                     self.unreached.pop(address, None)
-                    if not self.alive():
+                    if not self._connected():
                         self.unreached[address] = (
                             f"this process at {self._server.address} gets no answer at "
                             f"the seed {address}: {why}; start the process there, or "
@@ -478,9 +581,11 @@ class Links:
             else:
                 self.unreached.pop(peer, None)
 
-    def _is_known(self, worker: int) -> bool:
-        peer = self._peers.get(worker)
-        return peer is None or peer.call is not None
+    def _is_known(self, number: int) -> bool:
+        worker, process = divmod(number, self._says["processes"])
+        if (peer := self._peers.get(worker)) is None:
+            return True
+        return process == self._says["process"] and peer.call is not None
 
     def _look_up_all(self) -> None:
         for peer in self._sought:
@@ -498,15 +603,16 @@ class Links:
             known.looks_at, known.pause = now + CONNECTED_SECONDS, LOOK_UP_SECONDS
         asks = known.call is None and not known.is_asked
         try:
-            if (entry := self._book.read(peer)) is None:
+            if (entry := self._book.read(self._caller.number_of(peer))) is None:
                 return
             address = address_in(entry)
         except OSError:  # The book cannot be read now.
             return
         except ValueError as why:
             if asks:  # Else it is alive, and writes its entry again.
-                self.refused[peer] = (
-                    f"worker {peer}: its entry in the address book is damaged: {why}"
+                self._refuse(
+                    peer,
+                    f"worker {peer}: its entry in the address book is damaged: {why}",
                 )
                 self._lose(peer)
             return
@@ -544,7 +650,7 @@ class Links:
             if known.entry != entry:  # Another thread asks elsewhere.
                 return
             if refusal:
-                self.refused[peer] = f"worker {peer} at {refusal}"
+                self._refuse(peer, f"worker {peer} at {refusal}")
             known.life = 0 if is_gone else known.life
             known.call, known.is_asked, known.has_ended = None, False, True
             known.looks_at = min(known.looks_at, time.monotonic() + known.pause)
@@ -581,19 +687,14 @@ class Links:
             self._compare(peer, host)
             if host.life != known.last_life:
                 self._drop_for({peer})
-                known.floor = -1
                 known.counts.clear()
-                self._inbox.forget(peer)
-            elif peer in self._inbox.lost:
-                # A process sends its models one step ahead.
-                known.floor = host.step + 1
             known.guest, known.step = host.guest, host.step
             known.life = known.last_life = host.life
             known.call, known.is_asked, known.has_ended = connection, False, True
             known.since, known.pause = time.monotonic(), LOOK_UP_SECONDS
             self.refused.pop(peer, None)
-            self.left.discard(peer)
-            self._inbox.meet(peer)
+            self._left.discard(peer)
+            self._job.met(peer, host.life, host.step)
             self.bell.ring()
             return True
 
@@ -632,7 +733,7 @@ class Links:
             return
         if frame.kind == LEFT:
             known.life, known.left_life = 0, known.life
-            self.left.add(peer)
+            self._left.add(peer)
         elif frame.kind == BEAT:
             known.step = frame.said.step
         elif frame.kind == JOINS:
@@ -641,7 +742,8 @@ class Links:
             edge = Edge(frame.peer, peer, frame.channel)
             if frame.count > known.counts.get(edge, -1):  # Else it was sent again.
                 known.counts[edge] = frame.count
-                self._inbox.put(edge, Message(frame.said, data))
+                key = Key(edge, known.life, frame.count)
+                self._job.came(key, Message(frame.said, data))
             arrived = Frame(ARRIVED, *edge, frame.count)
             self._box(edge.worker, peer).tell(arrived, known.life)
         self.bell.ring()
@@ -649,9 +751,13 @@ class Links:
     def _has(self, channel: int) -> bool:
         return 0 <= channel < len(self._channels)
 
+    def _refuse(self, peer: int, why: str) -> None:
+        self.refused[peer] = why
+        self._job.report("refused", peer, why)
+
     def _lose(self, peer: int) -> None:
         with self.bell.lock:
-            self._inbox.lose(peer)
+            self._job.lost(peer)
             known = self._peers[peer]
             if not known.life:
                 self._drop_for({peer})
@@ -669,6 +775,7 @@ class Links:
         own = self._says["first"]
         if own and said.first and said.first != own and peer in self._peers:
             self._unlike.add(peer)
+            self._job.report("unlike", peer)
             self.bell.ring()
 
     def _serve(self, connection: socket.socket, known: Callable[[], None]) -> None:

@@ -181,7 +181,6 @@ class Outbox:
     def __init__(self, channels: Sequence[Channel]):
         self._channels = channels
         self.boxes, self._lock = dict[tuple[int, int], Mailbox](), threading.Lock()
-        self._counts = collections.Counter[tuple[int, int, int]]()
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, name="decentjax.outbox", daemon=True
@@ -199,15 +198,12 @@ class Outbox:
         """Sends a message, once its arrays are computed; returns at once.
 
         Args:
-          frame: its header, without the count.
+          frame: its header.
           guest: first worker of the process that receives it.
           life: life of that process.
           arrays: the arrays.
         """
-        to = frame[1:4]
-        box = self.box(frame.worker, guest)
-        self._queue.put((box, frame._replace(count=self._counts[to]), life, arrays))
-        self._counts[to] += 1
+        self._queue.put((self.box(frame.worker, guest), frame, life, arrays))
 
     def close(self, seconds: float) -> None:
         """Sends what is left, for at most this long."""

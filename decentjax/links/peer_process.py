@@ -1,5 +1,6 @@
 """A process of a group that trains together."""
 
+import collections
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from decentjax.links.address_book import Addresses, Book
-from decentjax.placement import axis_of, slices_of
+from decentjax.placement import axis_of, local_slices
 
 MIN_SECRET_BYTES = 16
 
@@ -17,11 +18,15 @@ MIN_SECRET_BYTES = 16
 class PeerProcess:
     """The workers of this process, and how it finds and authenticates its peers.
 
+    A worker may also be a job of several processes, see
+    `decentjax.distributed.initialize_worker`: each of them exchanges its part of the
+    model with the process of the same number of each peer.
+
     Args:
       book: address book of the workers, such as `Folder("peers")`.
       workers: numbers of the workers of this process, in the order of the mesh.
-      mesh: mesh of this process's devices; with further axes than the workers' each
-        worker is a slice of it.
+      mesh: mesh of this process's devices, or of all of its worker; with further axes
+        than the workers' each worker is a slice of it.
       digest: text that must be equal in all processes, such as their config.
       bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens; read
         SECURITY.md before using an address other than loopback.
@@ -32,8 +37,8 @@ class PeerProcess:
 
     Raises:
       TypeError: if the book is none, such as a path.
-      ValueError: if the mesh has a different number of workers, or devices of another
-        process, or the secret is too short.
+      ValueError: if the mesh has a different number of workers, or devices of other
+        processes than the worker's, or the secret is too short.
 
     Examples:
       >>> from decentjax import gossip, worker_mesh
@@ -69,18 +74,39 @@ class PeerProcess:
                 f'peers need a mesh whose axis "{axis}" has this process\'s '
                 f"{len(self.workers)} workers, got {dict(self.mesh.shape)}"
             )
-        devices = self.mesh.devices.ravel()
-        if any(x.process_index != x.client.process_index() for x in devices):
-            processes = {x.process_index for x in devices}
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        counts = collections.Counter(x.process_index for x in self.mesh.devices.flat)
+        own = self.mesh.devices.flat[0].client.process_index()
+        if len(self.workers) > 1 and set(counts) != {own}:
             raise ValueError(
-                "peers need a mesh of this process's devices, as a worker's slice must "
-                f"lie in one process, got devices of the processes {sorted(processes)}"
+                f"a process is in one worker, or has all of several, got the workers "
+                f"{list(self.workers)} on a mesh of the processes {sorted(counts)}: "
+                "give each worker a job and a mesh of its own, as "
+                "distributed.initialize_worker() does"
+            )
+        if own not in counts or len({*counts.values()}) > 1:
+            raise ValueError(
+                "the processes of a worker have equally many devices of its mesh, got "
+                f"{dict(sorted(counts.items()))} of each process, in process {own}"
             )
 
     @property
+    def process(self) -> int:
+        """Number of this process in its worker."""
+        processes = {x.process_index for x in self.mesh.devices.flat}
+        return sorted(processes).index(self.mesh.devices.flat[0].client.process_index())
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of each worker."""
+        return len({x.process_index for x in self.mesh.devices.flat})
+
+    @property
     def slices(self) -> dict[int, list[Any]]:
-        """The devices of each worker of this process."""
-        return dict(zip(self.workers, slices_of(self.mesh).tolist(), strict=True))
+        """The devices of each worker in this process."""
+        return dict(zip(self.workers, local_slices(self.mesh), strict=True))
 
     def check(self, num_workers: int) -> None:
         """Raises a ValueError unless workers are distinct, in range and in a list."""
@@ -91,7 +117,7 @@ class PeerProcess:
                 f"got {list(self.workers)}"
             )
         if isinstance(self.book, Addresses):
-            self.book.read(num_workers - 1)
+            self.book.read(num_workers * self.num_processes - 1)
 
 
 def _check_tls(secret: bytes | None) -> None:

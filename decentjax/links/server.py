@@ -81,7 +81,7 @@ class Server:
         context: ssl.SSLContext | None,
         serve: Callable[[socket.socket, Callable[[], None]], None],
     ):
-        self._listener, self._context, self._serve = _listen(bind), context, serve
+        self._listener, self._context, self._serve = listen(bind), context, serve
         self.address = to_address(*listening_at(self._listener))
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._strangers = dict[socket.socket, float]()  # Since when each is here.
@@ -159,7 +159,12 @@ def prepare(connection: socket.socket, seconds: float | None) -> None:
         connection.setsockopt(*idle)
 
 
-def _listen(bind: str) -> socket.socket:
+def listen(bind: str) -> socket.socket:
+    """Returns a socket that listens at an address of this machine.
+
+    Raises:
+      ValueError: if it is none at which peers reach it, or in use.
+    """
     try:
         host, port = split_address(bind, port=0)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -165,6 +165,7 @@ def test_a_list_of_too_few_addresses_is_refused_before_the_start():
 
 
 GUEST = {"guest": 1, "worker": 0, "digest": "digest", "life": 7, "first": ""}
+GUEST |= {"process": 0, "processes": 1}
 GUEST |= {"address": "127.0.0.1:9", "entries": {}}
 QUESTIONS = [
     *(GUEST | {name: wrong} for name in GUEST for wrong in (None, [], 1.5)),
@@ -194,7 +195,7 @@ def test_a_question_in_another_form_is_left(tmp_path, capfd):
 
 
 HOST = {"worker": 1, "digest": "digest", "life": 7, "step": 3, "first": "", "guest": 1}
-HOST |= {"entries": {}}
+HOST |= {"entries": {}, "process": 0, "processes": 1}
 ANSWERS = [
     *(HOST | {name: wrong} for name in HOST for wrong in (None, [], 1.5)),
     *({k: v for k, v in HOST.items() if k != name} for name in HOST),
@@ -260,7 +261,7 @@ def test_a_host_that_says_anything_later_is_lost_and_no_more(word, tmp_path, cap
         with speaking(lambda digest: HOST | {"digest": digest}, then) as address:
             (tmp_path / "worker-1").write_text(f"{address} 7")
             until(lambda: 5 in steps and not one.alive())
-        assert one.left == set()
+        assert one.left() == set()
         assert not one.newest_number(0, 1, 0) >= 0
     assert "Traceback" not in capfd.readouterr().err
 

@@ -88,7 +88,7 @@ def words_of(data: bytes, count: int) -> list[bytes]:
 
 def says(asked: Question) -> Host:
     """What worker 2 would say."""
-    return Host(2, 2, asked.digest, 7, 0, "", {})
+    return Host(2, 2, asked.digest, 7, 0, "", 0, 1, {})
 
 
 def memory() -> float:

@@ -297,7 +297,7 @@ def test_a_guest_hears_where_the_host_is_and_when_it_ends(tmp_path):
             host.at(7)
             until(lambda: guest.ahead(6) == {0})
             heard = guest.bell.count
-        until(lambda: guest.left == {0})
+        until(lambda: guest.left() == {0})
         assert guest.bell.count > heard
         assert guest.alive() == set()
         assert not guest.life_of(0)
