@@ -600,23 +600,47 @@ def check_one_model(
       >>> check_one_model({"w": jnp.zeros((1, 3))}, worker_mesh(1))
     """
 
-    def gather(own: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(own, axis_of(there))
+    found = _all_fingerprints(stacked, mesh, exchange_mesh or mesh)
+    for leaf, (path, x) in enumerate(jax.tree.leaves_with_path(stacked)):
+        of_devices, name = found[..., leaf], f"params{jax.tree_util.keystr(path)}"
+        parts = _parts_of_row(x, mesh)
+        for who, same, than in (
+            ("processes of a worker", of_devices[:, parts], "each other's"),
+            ("workers", of_devices[0], "worker 0's"),
+        ):
+            if (wrong := (of_devices != same).any(1)).any():
+                raise ValueError(
+                    f"the {who} must begin with the same model, but {name} of the "
+                    f"workers {np.flatnonzero(wrong).tolist()} differs from {than}: "
+                    + ADVICE
+                )
 
-    there = exchange_mesh or mesh
-    own = moved(jax.jit(over_workers(fingerprints, mesh))(stacked), mesh, there)
-    found = jax.jit(over_workers(gather, there))(own)
-    rows = np.asarray(found.addressable_shards[0].data)[0]
-    wrong = rows != rows[0]
-    if wrong.any():
-        leaf = int(np.argmax(wrong.any(0)))
-        paths = [path for path, _ in jax.tree.leaves_with_path(stacked)]
-        raise ValueError(
-            "the workers must begin with the same model, but params"
-            f"{jax.tree_util.keystr(paths[leaf])} of the workers "
-            f"{np.flatnonzero(wrong[:, leaf]).tolist()} differs from worker 0's: "
-            + ADVICE
-        )
+
+def _parts_of_row(x: jax.Array, mesh: Mesh) -> list[int]:
+    """For each device of a worker, the first that holds the same part of its row."""
+    places = rows_sharding(x, mesh).devices_indices_map(x.shape)
+    parts = [str(places[device][1:]) for device in slices_of(mesh)[0]]
+    return list(map(parts.index, parts))
+
+
+def _all_fingerprints(stacked: Any, mesh: Mesh, there: Mesh) -> np.ndarray:
+    """The hashes of the leaves' shards on each device, [N, F, L]; collective."""
+    axis, specs = (
+        axis_of(mesh),
+        jax.tree.map(lambda x: rows_sharding(x, mesh).spec, stacked),
+    )
+    others = tuple(name for name in mesh.axis_names if name != axis)
+    hashed = jax.shard_map(
+        lambda own: fingerprints(own)[None, None],
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=PartitionSpec(axis, others or None),
+        check_vma=False,
+    )
+    own = moved(jax.jit(hashed)(stacked), mesh, there)
+    whole = NamedSharding(there, PartitionSpec())
+    found = jax.jit(lambda x: x, out_shardings=whole)(own)
+    return np.asarray(found.addressable_data(0))
 
 
 def moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:

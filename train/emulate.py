@@ -1,9 +1,10 @@
-"""Runs a command as the workers of an emulated cluster.
+"""Runs a command as the processes of an emulated cluster.
 
 `decentjax emulate --nodes 4 --workers-per-node 2 --rate 200mbit -- COMMAND ...`
 """
 
 import dataclasses
+import functools
 import math
 import sys
 
@@ -13,10 +14,10 @@ from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.job.processes import run_job
 
 USAGE = (
-    "usage: decentjax emulate --nodes N [--workers-per-node M] [--rate 200mbit] "
-    "[--elastic] -- COMMAND ..."
+    "usage: decentjax emulate --nodes N [--workers-per-node M] "
+    "[--processes-per-worker P] [--rate 200mbit] [--elastic] -- COMMAND ..."
 )
-DESCRIPTION = """Runs COMMAND once per worker on an emulated cluster.
+DESCRIPTION = """Runs COMMAND once per process on an emulated cluster.
 
 Each has the environment of srun.
 
@@ -29,8 +30,8 @@ class Emulation(EmulatedCluster):
     """An emulated cluster, and what happens when a worker is lost.
 
     Args:
-      elastic: whether the workers are peers: a lost one is restarted alone, with
-        back-off, and the others continue; by default all end.
+      elastic: whether the workers are peers: a lost one is restarted alone, with all
+        its processes and back-off, and the others continue; by default all end.
     """
 
     elastic: bool = False
@@ -48,9 +49,9 @@ def main(arguments: list[str]) -> int:
     )
 
     def job(nodes: Nodes) -> int:
-        processes = [nodes.worker(i, argv) for i in range(cluster.num_workers)]
         restarts = math.inf if cluster.elastic else 0
-        return run_job(lambda: processes, lambda: cluster.elastic, restarts).code
+        start = functools.partial(nodes.processes, argv)
+        return run_job(start, lambda: cluster.elastic, restarts).code
 
     return in_cluster(cluster, job)
 

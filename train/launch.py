@@ -17,23 +17,23 @@ import socket
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from symtable import symtable
 
 from decentjax.distributed.place import (
     ASKED,
-    OURS,
     PEERS,
     JobPlace,
     variables_of,
+    worker_variables,
 )
 from decentjax.process.threads import allowed_cores, given_threads
 from train.cli.command import command
 from train.cli.families import shipped_configs
 from train.cli.times import say
 from train.job.certificates import certificates
-from train.job.processes import FINAL, Ended, Process, run_job
+from train.job.processes import FINAL, Ended, Process, run_job, worker_name
 from train.job.restarts import newest_step
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.run_info` reads it.
@@ -55,15 +55,18 @@ decentjax launch -n N [option ...] CONFIG [--field value ...]
 EPILOG = """\
 A file of Python that binds the name `config` at its top level is a config, and so is a
 name without .py; any other file is a script. A script starts as by `python SCRIPT.py
-ARGUMENT ...`, and decentjax.distributed.initialize(), or initialize_peer() with
---elastic, finds its place in the variables DECENTJAX_COORDINATOR,
-DECENTJAX_NUM_PROCESSES, DECENTJAX_PROCESS_ID and DECENTJAX_LOCAL_ID. Options of the
-launcher come before a script.
+ARGUMENT ...`, and decentjax.distributed.initialize(), or with --elastic
+initialize_peer() or initialize_worker(), finds its place in the variables
+DECENTJAX_COORDINATOR, DECENTJAX_NUM_PROCESSES, DECENTJAX_PROCESS_ID and
+DECENTJAX_LOCAL_ID, and for workers of several processes
+DECENTJAX_PROCESSES_PER_WORKER and DECENTJAX_WORKER_COORDINATOR. Options of the launcher
+come before a script.
 
 examples:
   decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
   decentjax launch -n 4 --max-restarts 3 my_script.py --learning-rate 0.1
   decentjax launch -n 2 --first-process 2 --places 4 --elastic my_peers.py
+  decentjax launch --workers 2 --processes-per-worker 4 --elastic my_peers.py
   decentjax launch -n 4 resume runs/ring
 """
 
@@ -114,8 +117,11 @@ def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if target in COMMANDS and not rest:
             parser.error(f"{target} takes more arguments")
         words = [*COMMANDS.get(target, ("train", target)), *rest]
-    if options.processes is None:
-        parser.error("give the number of processes: -n N or --processes N")
+    if (options.processes is None) == (options.workers is None):
+        parser.error(
+            "give the number of processes, -n N or --processes N, or of workers, "
+            "--workers N, and not both"
+        )
     return options, words
 
 
@@ -132,6 +138,21 @@ def own_options() -> argparse.ArgumentParser:
         help="Starts N processes. Each uses one GPU, if there are any.",
     )
     add(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="Starts the processes of N workers, in place of -n; sets "
+        "--workers.num-workers of a config.",
+    )
+    add(
+        "--processes-per-worker",
+        type=int,
+        default=1,
+        metavar="P",
+        help="Each worker is P processes, over which it shards its model; default: 1. "
+        "Of peers they end and start again together.",
+    )
+    add(
         "--port",
         type=int,
         default=0,
@@ -145,7 +166,7 @@ def own_options() -> argparse.ArgumentParser:
         help="Restarts the job after a process was lost, at most K times without a "
         "newer checkpoint, at once and then after 1, 2, 4, ... up to 60 s. A config "
         "continues from its newest checkpoint, a script from its beginning. Of peers "
-        "only the lost process is restarted.",
+        "only the lost worker is restarted.",
     )
     add(
         "--grace",
@@ -155,31 +176,37 @@ def own_options() -> argparse.ArgumentParser:
         help="Kills processes that still run this long after a signal; default: never.",
     )
     add(
+        "--script",
+        action="store_true",
+        help="The file is a script, although it binds the name `config`.",
+    )
+    add_peer_options(parser)
+    return parser
+
+
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of processes that are no job."""
+    add = parser.add_argument
+    add(
         "--elastic",
         action="store_true",
         help="Starts peers: an elastic run of a config, or a script whose processes "
-        "need no job. A lost one is restarted alone, and the others continue.",
+        "need no job. A lost worker is restarted alone, and the others continue.",
     )
     add(
         "--places",
         type=int,
-        metavar="P",
+        metavar="N",
         help="Number of processes on all machines, and of any that join later.",
     )
     add(
         "--first-process",
         type=first_process,
         metavar="K",
-        help="The peers started here are processes K to K + N - 1 of P. Or the name of "
-        "the variable that numbers the machines, such as SLURM_NODEID: K is N times "
-        "its value.",
+        help="The peers started here are processes K and following of all places. Or "
+        "the name of the variable that numbers the machines, such as SLURM_NODEID: K "
+        "is its value times the number of processes here.",
     )
-    add(
-        "--script",
-        action="store_true",
-        help="The file is a script, although it binds the name `config`.",
-    )
-    return parser
 
 
 def first_process(text: str) -> int | str:
@@ -229,9 +256,13 @@ def is_config(target: str) -> bool:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises a ValueError for values that do not fit."""
-    if options.processes < 1:
-        raise ValueError(f"processes must be at least 1, got {options.processes}")
+    """Completes the numbers of processes; raises a ValueError if options do not fit."""
+    each = options.processes_per_worker
+    for name in ("processes", "workers", "processes_per_worker"):
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    if options.workers is not None:
+        options.processes = options.workers * each
     if not options.grace > 0:
         raise ValueError(f"grace must be positive, got {options.grace}")
     if options.max_restarts < 0:
@@ -241,7 +272,7 @@ def check(options: argparse.Namespace) -> None:
         options.first_process = options.processes * int(os.environ[number])
     if number is not None and places is None:
         raise ValueError(
-            "--first-process takes --places P, the number of processes on all machines"
+            "--first-process takes --places N, the number of processes on all machines"
         )
     least = options.processes + (options.first_process or 0)
     if places is None:
@@ -253,6 +284,12 @@ def check(options: argparse.Namespace) -> None:
         )
     elif places > least and number is None and not options.elastic:
         raise ValueError("places are for processes that join later: add --elastic")
+    for name in ("processes", "first_process", "places"):
+        if (count := getattr(options, name) or 0) % each:
+            raise ValueError(
+                f"{name} must be a multiple of --processes-per-worker {each}, as each "
+                f"worker has {each} processes on one machine, got {count}"
+            )
     if options.elastic:
         options.max_restarts = options.max_restarts or math.inf
 
@@ -265,16 +302,8 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
 
     def start() -> list[Process]:
         address = PEERS if are_peers else f"127.0.0.1:{check_port(options.port)}"
-        first, places = options.first_process or 0, options.places
-        return [
-            Process(
-                str(first + i),
-                [sys.executable, *command],
-                env | variables_of(JobPlace(address, places, first + i, i)),
-                trains=True,
-            )
-            for i in range(count)
-        ]
+        argv = [sys.executable, *command]
+        return processes(options, address, lambda _: argv, lambda _: env, trains=True)
 
     with (
         cache_of_programs(options.max_restarts > 0, os.environ) as compiled,
@@ -287,9 +316,10 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
         restarts = options.max_restarts
         ended = run_job(start, lambda: are_peers, restarts, options.grace)
         if ended.code == 0 and count > 1 and not asked.exists():
+            of = "worker" if options.processes_per_worker > 1 else "peer"
             say(
                 f"warning: no process has called decentjax.distributed.initialize"
-                f"{'_peer' if are_peers else ''}(): each of the {count} has run "
+                f"{f'_{of}' if are_peers else ''}(): each of the {count} has run "
                 f"{command[0]} alone"
             )
         return ended.code
@@ -301,7 +331,15 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
     `typed` is what the user has typed, for the facts of the run.
     """
     module, *rest = target
-    count, first = options.processes, options.first_process or 0
+    count, each = options.processes, options.processes_per_worker
+    if fields := fields_of(options):
+        if module != "train":
+            raise ValueError(
+                "--workers and --processes-per-worker are for runs and scripts, and "
+                f"{module} sets its workers itself: give -n N alone"
+            )
+        at = 2 if rest[0] == "--resume" else 1
+        rest = [*rest[:at], *fields, *rest[at:]]
     if options.elastic:
         rest = elastic_arguments(rest)
     elif options.first_process is not None and not are_peers(rest):
@@ -310,7 +348,8 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
             "several machines takes srun, mpirun, or --distributed.coordinator for each"
         )
     if options.first_process is not None:
-        check_numbers(rest, range(first, first + count))
+        first = options.first_process // each
+        check_numbers(rest, range(first, first + count // each))
     if options.max_restarts:
         check_restarts(module, rest)
         if rest[0] != "--resume":
@@ -318,17 +357,13 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
 
     def start() -> list[Process]:
         free = check_port(options.port)
-        return [
-            Process(
-                str(first + i),
-                command_line([module, *rest], options.places, first + i, free),
-                environment(count, i, os.environ)
-                | {OURS.process_id: str(first + i)}
-                | more,
-                is_ready=module != "train",
-            )
-            for i in range(count)
-        ]
+        return processes(
+            options,
+            PEERS if options.elastic else f"127.0.0.1:{free}",
+            lambda k: command_line([module, *rest], options.places, k, free),
+            lambda i: environment(count, i, os.environ) | more,
+            is_ready=module != "train",
+        )
 
     with (
         cache_of_programs(options.max_restarts > 0, os.environ) as compiled,
@@ -341,8 +376,49 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
         asked = pool.submit(are_peers, rest)
         ended = run_job(start, asked.result, options.max_restarts, options.grace)
         if not asked.result():
-            say_how_to_continue(ended, count)
+            size = f"-n {count}"
+            size += f" --processes-per-worker {each}" if each > 1 else ""
+            say_how_to_continue(ended, size)
         return ended.code
+
+
+def fields_of(options: argparse.Namespace) -> list[str]:
+    """Returns the fields of a config that the launcher's options set."""
+    each, fields = options.processes_per_worker, []
+    if options.workers is not None:
+        fields += ["--workers.num-workers", str(options.places // each)]
+    if each > 1:
+        fields += ["--workers.processes-per-worker", str(each)]
+    return fields
+
+
+def processes(
+    options: argparse.Namespace,
+    address: str,
+    argv: Callable[[int], Sequence[str]],
+    env: Callable[[int], Mapping[str, str]],
+    **more: bool,
+) -> list[Process]:
+    """Returns the processes for one more start, each with its place.
+
+    Args:
+      options: the launcher's options.
+      address: where the processes of a job meet.
+      argv: function that returns the command of the process of a number.
+      env: function that returns more variables of one by its index on this machine.
+      more: as in `Process`.
+    """
+    each, found = options.processes_per_worker, []
+    # The processes of each worker meet at a port that none has used before.
+    ports = free_ports(options.processes // each)
+    for i in range(options.processes):
+        number = (options.first_process or 0) + i
+        place = variables_of(JobPlace(address, options.places, number, i))
+        place |= worker_variables(each, ports[i // each])
+        name = worker_name(number, each)
+        own = {**env(i), **place}
+        found.append(Process(str(number), argv(number), own, worker=name, **more))
+    return found
 
 
 def elastic_arguments(arguments: Sequence[str]) -> Sequence[str]:
@@ -370,12 +446,15 @@ def elastic_arguments(arguments: Sequence[str]) -> Sequence[str]:
     return [*arguments, "--exchange", "peers", "--exchange.elastic"]
 
 
-def say_how_to_continue(ended: Ended, processes: int) -> None:
-    """Prints the command that continues a job that has failed, if it has saved."""
+def say_how_to_continue(ended: Ended, size: str) -> None:
+    """Prints the command that continues a job that has failed, if it has saved.
+
+    `size` are the launcher's options for the number of processes.
+    """
     again = not (ended.asked or ended.code in FINAL)
     if again and (step := newest_step(ended.folder)):
         say(
-            f"step {step} is saved: decentjax launch -n {processes} resume "
+            f"step {step} is saved: decentjax launch {size} resume "
             f"{ended.folder} goes on from it"
         )
 
@@ -522,6 +601,15 @@ def check_port(port: int) -> int:
             raise ValueError(f"port {port} is unavailable: {error.strerror}") from error
         # Free again from here on: another program could still take it before process 0.
         return probe.getsockname()[1]
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns different free ports of this machine."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 if __name__ == "__main__":

@@ -89,6 +89,18 @@ def variables_of(place: JobPlace) -> dict[str, str]:
     }
 
 
+def worker_variables(per_worker: int, port: int) -> dict[str, str]:
+    """Returns the variables in which a launcher gives a worker of several processes.
+
+    Args:
+      per_worker: number of its processes, all on this machine.
+      port: where they meet; the same for each of them, and new at each start.
+    """
+    if per_worker == 1:
+        return {}
+    return {PER_WORKER: str(per_worker), WORKER_ADDRESS: f"127.0.0.1:{port}"}
+
+
 def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
     """Returns the place of a process in its worker.
 
@@ -101,13 +113,7 @@ def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
       ValueError: if the number of processes is no multiple of P, the launcher has
         another P, or the address at which the processes of the worker meet is missing.
     """
-    given = _number(PER_WORKER, 1) if PER_WORKER in os.environ else None
-    count = per_worker or given or 1
-    if given is not None and given != count:
-        raise ValueError(
-            f"workers of {count} processes were asked for, but {PER_WORKER} is "
-            f"{given}: start them with --processes-per-worker {count}"
-        )
+    count = check_per_worker(per_worker)
     if place.num_processes % count:
         raise ValueError(
             f"{place.num_processes} processes are no whole number of workers of "
@@ -123,6 +129,26 @@ def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
     worker, number = divmod(place.process_id, count)
     job = JobPlace(address, count, number, place.local_id)
     return WorkerPlace(worker, place.num_processes // count, job)
+
+
+def check_per_worker(per_worker: int | None = None) -> int:
+    """Returns the number of processes of each worker.
+
+    Args:
+      per_worker: the number that is asked for; None for that of the environment, 1
+        without any.
+
+    Raises:
+      ValueError: if the launcher has another.
+    """
+    given = _number(PER_WORKER, 1) if PER_WORKER in os.environ else None
+    count = per_worker or given or 1
+    if given is not None and given != count:
+        raise ValueError(
+            f"workers of {count} processes were asked for, but {PER_WORKER} is "
+            f"{given}: start them with --processes-per-worker {count}"
+        )
+    return count
 
 
 def find_place(seconds: int) -> JobPlace:

@@ -193,6 +193,27 @@ def test_the_environment_is_that_of_srun_and_torchrun():
     assert environment(EmulatedCluster(nodes=1), 0)["SLURM_STEP_NODELIST"] == "node0"
 
 
+@pytest.mark.parametrize(
+    ("distribution", "nodes"), [("block", "00001111"), ("cyclic", "00110011")]
+)
+def test_the_processes_of_a_worker_are_on_its_node(distribution, nodes):
+    cluster = EmulatedCluster(
+        nodes=2,
+        workers_per_node=2,
+        processes_per_worker=2,
+        threads_per_worker=4,
+        distribution=distribution,
+    )
+    found = [environment(cluster, rank) for rank in range(8)]
+    assert "".join(env["SLURM_NODEID"] for env in found) == nodes
+    for node in "01":
+        own = [env["SLURM_LOCALID"] for env in found if env["SLURM_NODEID"] == node]
+        assert own == ["0", "1", "2", "3"]
+    for env in found:
+        assert (env["SLURM_NTASKS"], env["LOCAL_WORLD_SIZE"]) == ("8", "4")
+        assert env["OMP_NUM_THREADS"] == "2"
+
+
 @needs_root
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_jax_finds_the_cluster_as_under_slurm(nodes):
@@ -397,6 +418,47 @@ def test_a_lost_peer_is_started_again_alone_on_its_node(tmp_path):
     assert "process 1 ended, killed by SIGKILL; started again" in done.stderr
 
 
+MEET = """
+import os, socket, sys, time
+from pathlib import Path
+
+own, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+host, port = os.environ["DECENTJAX_WORKER_COORDINATOR"].split(":")
+with (folder / str(own)).open("a") as file: file.write(f"{port} ")
+starts = len((folder / str(own)).read_text().split())
+if own % 2:
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+else:
+    socket.create_server((host, int(port))).accept()
+print("met on", socket.gethostname(), flush=True)
+if own == 3 and starts == 1: os.kill(os.getpid(), 9)
+while len((folder / "3").read_text().split()) < 2: time.sleep(0.05)
+"""
+
+
+@needs_root
+def test_a_worker_of_two_processes_returns_on_its_node(tmp_path):
+    """Each worker meets on its own node, at a new port in each life."""
+    (tmp_path / "3").touch()
+    command = sys.executable, "-c", MEET, str(tmp_path)
+    done = emulate("--nodes 2 --processes-per-worker 2 --elastic", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    met = sorted(line for line in done.stdout.splitlines() if "met" in line)
+    assert [*dict.fromkeys(met)] == [f"[{i}] met on node{i // 2}" for i in range(4)]
+    ports = [(tmp_path / str(number)).read_text().split() for number in range(4)]
+    assert ports[0] == ports[1]
+    assert ports[2] == ports[3]
+    assert [len(x) for x in ports] == [1, 1, 2, 2]
+    assert len({*ports[0], *ports[2]}) == 3
+    ended = "worker 1 (processes 2, 3) ended, process 3 first, killed by SIGKILL"
+    assert f"{ended}; started again" in done.stderr
+
+
 @needs_root
 def test_clusters_follow_one_another_and_pipes_work():
     code = """
@@ -461,6 +523,10 @@ def test_a_rate_is_read_in_its_unit(rate, bits):
         (
             "--nodes 2 --workers-per-node 0 -- true",
             "--workers-per-node must be at",
+        ),
+        (
+            "--nodes 2 --processes-per-worker 0 -- true",
+            "--processes-per-worker must be at",
         ),
         ("--nodes 2 --threads-per-worker 0 -- true", "--threads-per-worker must be at"),
         ("--nodes 2 --cores 0 -- true", "cores must be from 0.01 to 64, got 0.0"),

@@ -535,12 +535,12 @@ def test_a_signal_ends_the_pause_before_a_restart():
 def test_who_gives_up_says_how_to_go_on(tmp_path, capsys):
     for name in ("500", "1000", "1500.temporary"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    say_how_to_continue(Ended(70, folder=str(tmp_path)), 2)
+    say_how_to_continue(Ended(70, folder=str(tmp_path)), "-n 2")
     assert untimed(capsys.readouterr().err) == (
         f"step 1000 is saved: decentjax launch -n 2 resume {tmp_path} goes on from it\n"
     )
-    say_how_to_continue(Ended(1, folder=str(tmp_path)), 2)  # A wrong request.
-    say_how_to_continue(Ended(70, signal.SIGTERM, str(tmp_path)), 2)
+    say_how_to_continue(Ended(1, folder=str(tmp_path)), "-n 2")  # A wrong request.
+    say_how_to_continue(Ended(70, signal.SIGTERM, str(tmp_path)), "-n 2")
     assert not capsys.readouterr().err
 
 
@@ -879,7 +879,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
         ("-n 2 --first-process 0 --places 2 tests/saving.py", "peers: add --elastic"),
         ("-n 2 --first-process 0 --places 2 tests/line.py", "is for peers: add --elas"),
-        ("-n 2 --elastic --first-process 2 tests/line.py", "takes --places P, the nu"),
+        ("-n 2 --elastic --first-process 2 tests/line.py", "takes --places N, the nu"),
         (
             "-n 2 --elastic --first-process 2 --places 3 tests/line.py",
             "places must be at least 4, the number of processes up to the last one he",
@@ -895,6 +895,27 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 --places 1 quickstart", "places must be at least 2, the number of pro"),
         ("-n 2 --places 3 tests/line.py", "for processes that join later: add --elast"),
         ("--processes 0 quickstart", "error: processes must be at least 1, got 0"),
+        ("--workers 0 quickstart", "error: workers must be at least 1, got 0"),
+        ("--workers 1 --processes-per-worker 0 a", "per_worker must be at least 1, go"),
+        ("-n 4 --workers 2 quickstart", "of workers, --workers N, and not both"),
+        ("-n 4 quickstart --workers 2", "of workers, --workers N, and not both"),
+        (
+            "-n 3 --processes-per-worker 2 quickstart",
+            "processes must be a multiple of --processes-per-worker 2, as each worker",
+        ),
+        (
+            "-n 2 --processes-per-worker 2 --first-process 1 --places 4 --elastic a",
+            "first_process must be a multiple of --processes-per-worker 2, as each wor",
+        ),
+        (
+            "--workers 1 --processes-per-worker 2 --places 3 --elastic a",
+            "places must be a multiple of --processes-per-worker 2, as each worker has",
+        ),
+        ("--workers 2 dbench a.py", "are for runs and scripts, and train.dbench sets"),
+        (
+            "-n 2 --processes-per-worker 2 advise --measure a.py",
+            "are for runs and scripts, and train.advise sets its workers itself: give",
+        ),
         ("--processes 2 --port 65536 quickstart", "error: port must be from 0 to"),
         ("--processes 2 --port -1 quickstart", "error: port must be from 0"),
         ("--processes 2 --grace 0 quickstart", "grace must be positive, got 0"),

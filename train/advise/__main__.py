@@ -159,9 +159,7 @@ def _measured(arguments: list[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:
             with fail_stop():
-                workers = config.workers
-                each = workers.devices_per_worker
-                start(config.distributed, workers.num_workers, None, each)
+                start(config.distributed, config.workers)
                 return _here(config, measured_steps, steps, out)
         workers = config.workers
         provide_cpu_devices(workers.num_workers * workers.devices_per_worker)

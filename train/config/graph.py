@@ -36,7 +36,9 @@ class WorkersConfig:
       workers_per_node: number of consecutive workers that share a node; used by
         topologies with nodes.
       devices_per_worker: number of devices over which each worker shards its model and
-        its batch (FSDP), all of one process; on a mesh or between processes.
+        its batch (FSDP); on a mesh or between processes.
+      processes_per_worker: number of processes that share the devices of a worker;
+        processes are numbered worker by worker.
       where: "simulate" puts all workers on one device as one batched program, "mesh"
         gives each its own device. A job of several processes always uses a mesh.
     """
@@ -44,12 +46,19 @@ class WorkersConfig:
     num_workers: int = 8
     workers_per_node: int = 1
     devices_per_worker: int = 1
+    processes_per_worker: int = 1
     where: Literal["simulate", "mesh"] = "simulate"
 
     def __post_init__(self):
         names = "num_workers", "workers_per_node", "devices_per_worker"
-        check_at_least(self, 1, *names)
+        check_at_least(self, 1, *names, "processes_per_worker")
         check_at_most(self, MOST_WORKERS, *names)
+        if self.devices_per_worker % self.processes_per_worker:
+            raise ValueError(
+                "workers.devices_per_worker counts the devices of a worker over its "
+                f"workers.processes_per_worker = {self.processes_per_worker}, and must "
+                f"be a multiple of it, got {self.devices_per_worker}"
+            )
 
 
 @checked

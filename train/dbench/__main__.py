@@ -26,6 +26,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
 from train.cli.read import from_options
+from train.config import WorkersConfig
 from train.dbench.cells import Result, Training
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import Cell, Graphs, HeldBatch, Scaling
@@ -135,7 +136,7 @@ def _devices(graphs: Graphs, num_workers: int) -> Iterator[None]:
     config = graphs.config
     if config.distributed.enabled:
         with fail_stop():
-            start(config.distributed, num_workers)
+            start(config.distributed, WorkersConfig(num_workers=num_workers))
             yield
         return
     if config.workers.where == "mesh":

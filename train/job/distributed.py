@@ -24,9 +24,10 @@ from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join, share, tell
-from decentjax.distributed.place import JobPlace, find_place
+from decentjax.distributed.place import JobPlace, check_per_worker, find_place
 from decentjax.distributed.watch import close_watch
 from decentjax.gossip import Engine
+from decentjax.placement import slices_of
 from decentjax.process.address import is_loopback, split_address
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
@@ -36,18 +37,14 @@ from train.job.signals import stop_together
 
 
 def start(
-    config: DistributedConfig,
-    num_workers: int,
-    run_dir: Path | None = None,
-    devices_per_worker: int = 1,
+    config: DistributedConfig, workers: WorkersConfig, run_dir: Path | None = None
 ) -> None:
     """Joins the processes of the job; before anything has used a device.
 
     Args:
       config: place of this process; None where its environment says it.
-      num_workers: number of workers of the job.
+      workers: workers of the job.
       run_dir: folder of the run, visible to all processes.
-      devices_per_worker: number of devices of each worker.
 
     Raises:
       ValueError: if there is no job to join, another job uses its address, processes
@@ -55,7 +52,7 @@ def start(
     """
     place = _place(config)
     check_credentials()
-    count = workers_per_process(num_workers, place.num_processes) * devices_per_worker
+    count = devices_per_process(workers, place.num_processes)
     # Alone, a process stops by itself.
     alone = place.num_processes == 1
     taking_over = contextlib.nullcontext() if alone else stop_together()
@@ -74,9 +71,30 @@ def workers_per_process(num_workers: int, num_processes: int) -> int:
             f"{num_workers} workers cannot be dealt out evenly to "
             f"{num_processes} processes; set --workers.num-workers to "
             f"{num_processes * max(1, num_workers // num_processes)}, or change the "
-            "number of processes: a worker is in one process, with all its devices"
+            "number of processes"
         )
     return num_workers // num_processes
+
+
+def devices_per_process(workers: WorkersConfig, num_processes: int) -> int:
+    """Returns the number of devices of each process of a job.
+
+    Raises:
+      ValueError: if these processes are no whole number of each worker's, or the
+        launcher has started another number of them for each.
+    """
+    count, per_worker = workers.num_workers, workers.processes_per_worker
+    check_per_worker(per_worker)
+    if per_worker == 1:
+        each = workers_per_process(count, num_processes)
+        return each * workers.devices_per_worker
+    if num_processes != count * per_worker:
+        raise ValueError(
+            f"{count} workers of workers.processes_per_worker = {per_worker} are "
+            f"{count * per_worker} processes, got {num_processes}: start as many, or "
+            "set workers.num_workers"
+        )
+    return workers.devices_per_worker // per_worker
 
 
 def leave() -> None:
@@ -149,6 +167,7 @@ def job_mesh(workers: WorkersConfig, hosts: list[str]) -> Mesh:
             f"workers.num_workers to {count}{each}, got {workers.num_workers}"
         )
     mesh = node_mesh(hosts, workers.devices_per_worker)
+    _check_whole(mesh, workers.processes_per_worker)
     firsts = mesh.devices.reshape(count, -1)[:, 0]
     nodes = collections.Counter(hosts[d.process_index] for d in firsts)
     for host, count in nodes.items():
@@ -158,6 +177,20 @@ def job_mesh(workers: WorkersConfig, hosts: list[str]) -> Mesh:
                 f"node {host}, which has {count} workers"
             )
     return mesh
+
+
+def _check_whole(mesh: Mesh, per_worker: int) -> None:
+    """Raises a ValueError unless each process has devices of its own worker alone."""
+    for worker, devices in enumerate(slices_of(mesh)):
+        found = sorted({device.process_index for device in devices})
+        first = found[0] - found[0] % per_worker
+        if per_worker > 1 and found != [*range(first, first + per_worker)]:
+            raise ValueError(
+                f"worker {worker} of workers.processes_per_worker = {per_worker} would "
+                f"span the processes {found}, by their nodes and devices: give each "
+                "process as many devices, and number the processes of a worker one "
+                "after another on its nodes, as srun --distribution=block does"
+            )
 
 
 Means = dict[str, tuple[float, int]]

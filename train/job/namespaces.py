@@ -7,6 +7,7 @@ kernel removes the cluster however the job ends.
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import signal
@@ -16,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from decentjax.distributed.place import worker_variables
 from decentjax.units import rate as bytes_per_second
 from train.cli.command import command
 from train.job.cores import check_cores, core_shares
-from train.job.processes import Process, describe_exit, die_with_parent
+from train.job.processes import Process, describe_exit, die_with_parent, worker_name
 from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 from train.network import GBIT, Rate
 
@@ -40,6 +42,7 @@ BURST_SECONDS = 0.01  # Size of the token bucket, as time at the link's rate ...
 MIN_BURST_BYTES = 2**15  # ... but at least a few packets, or a slow link sends none.
 QUEUE_SECONDS = 0.4  # Size of the queue, as time at the link's rate.
 MIN_RATE, MAX_RATE = 1e-6 * GBIT, 32 * GBIT  # What the token bucket can count.
+FIRST_PORT = 20000  # Of those at which workers meet, below the kernel's own choice.
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
@@ -49,16 +52,17 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmulatedCluster:
-    """Runs COMMAND once per worker on an emulated cluster, with srun's environment.
+    """Runs COMMAND once per process on an emulated cluster, with srun's environment.
 
     Args:
       nodes: number of nodes, named node0, node1, ...; each has its own address and
         link.
-      workers_per_node: number of processes per node.
+      workers_per_node: number of workers per node.
+      processes_per_worker: number of processes of each worker.
       rate: rate of each node's link, in each direction: a number and kbit, mbit or gbit
         per second, or "none" for no limit.
-      distribution: placement of the workers: "block" fills a node before the next,
-        "cyclic" assigns them to the nodes in turn.
+      distribution: placement of the workers, each on one node: "block" fills a node
+        before the next, "cyclic" assigns them to the nodes in turn.
       threads_per_worker: number of compute threads per worker, in jax and OpenMP.
       cores: processor time of each worker, in cores, such as 0.2: time that a worker
         waits is then lost, as on machines of their own; None shares this machine's.
@@ -66,6 +70,7 @@ class EmulatedCluster:
 
     nodes: int
     workers_per_node: int = 1
+    processes_per_worker: int = 1
     rate: Rate = "none"
     distribution: Literal["block", "cyclic"] = "block"
     threads_per_worker: int = 1
@@ -74,7 +79,8 @@ class EmulatedCluster:
     def __post_init__(self):
         if not 1 <= self.nodes <= 254:
             raise ValueError(f"nodes must be between 1 and 254, got {self.nodes}")
-        for name in ("workers_per_node", "threads_per_worker"):
+        counts = "workers_per_node", "processes_per_worker", "threads_per_worker"
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
@@ -86,6 +92,10 @@ class EmulatedCluster:
     @property
     def num_workers(self) -> int:
         return self.nodes * self.workers_per_node
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_workers * self.processes_per_worker
 
 
 class Nodes:
@@ -104,18 +114,36 @@ class Nodes:
         groups: Sequence[Path] = (),
     ):
         self._cluster, self._entries, self._groups = cluster, entries, groups
+        self._ports = itertools.count(FIRST_PORT)
 
-    def worker(self, rank: int, argv: Sequence[str]) -> Process:
-        """Returns the process to start as a worker.
+    def processes(self, argv: Sequence[str]) -> list[Process]:
+        """Returns all processes for one more start, to run with `run_job`.
+
+        The processes of each worker meet at a port that none has used before.
+        """
+        each, count = self._cluster.processes_per_worker, self._cluster.num_workers
+        ports = [next(self._ports) for _ in range(count)]
+        return [self.worker(i, argv, ports[i // each]) for i in range(count * each)]
+
+    def worker(self, rank: int, argv: Sequence[str], port: int = 0) -> Process:
+        """Returns the process of a rank, a whole worker if that has one process.
 
         Run it with `run_job`, or with its argv, and with its env in addition to ours.
+
+        Args:
+          rank: its number.
+          argv: program and arguments.
+          port: where its worker meets, if that has several processes.
         """
-        env = environment(self._cluster, rank)
+        env, each = environment(self._cluster, rank), self._cluster.processes_per_worker
         net, uts = map(_path_of, self._entries[int(env["SLURM_NODEID"])])
         enter = ["nsenter", f"--net={net}", f"--uts={uts}"]
         if self._groups:
-            enter += ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self._groups[rank])]
-        return Process(str(rank), [*enter, *argv], env)
+            group = str(self._groups[rank // each])
+            enter += ["sh", "-c", 'echo 0 >"$0" && exec "$@"', group]
+        env |= worker_variables(each, port)
+        name = worker_name(rank, each)
+        return Process(str(rank), [*enter, *argv], env, worker=name)
 
     def set_link(self, node: int, up: bool) -> None:
         """Connects a node to the switch, or takes its link down."""
@@ -170,29 +198,33 @@ def in_cluster(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> int:
 
 
 def environment(cluster: EmulatedCluster, rank: int) -> dict[str, str]:
-    """Returns the variables that srun and torchrun set for the worker of this rank."""
+    """Returns the variables that srun and torchrun set for the process of this rank."""
+    each = cluster.processes_per_worker
+    worker, in_worker = divmod(rank, each)
     if cluster.distribution == "block":
-        node, local_rank = divmod(rank, cluster.workers_per_node)
+        node, in_node = divmod(worker, cluster.workers_per_node)
     else:
-        local_rank, node = divmod(rank, cluster.nodes)
+        in_node, node = divmod(worker, cluster.nodes)
+    local_rank = in_node * each + in_worker
+    threads = max(1, cluster.threads_per_worker // each)
     nodes = "node0" if cluster.nodes == 1 else f"node[0-{cluster.nodes - 1}]"
     return {
         "SLURM_JOB_ID": "1",  # jax's port is 61440 + 1, free in a new network.
         "SLURM_STEP_NODELIST": nodes,
         "SLURM_STEP_NUM_NODES": str(cluster.nodes),
-        "SLURM_NTASKS": str(cluster.num_workers),
+        "SLURM_NTASKS": str(cluster.num_processes),
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(local_rank),
         "SLURM_NODEID": str(node),
         "MASTER_ADDR": _address(0),
         "MASTER_PORT": "29500",
-        "WORLD_SIZE": str(cluster.num_workers),
+        "WORLD_SIZE": str(cluster.num_processes),
         "RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(cluster.workers_per_node),
+        "LOCAL_WORLD_SIZE": str(cluster.workers_per_node * each),
         "LOCAL_RANK": str(local_rank),
         "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NPROC": str(cluster.threads_per_worker + 1),  # One more thread sends messages.
-        "OMP_NUM_THREADS": str(cluster.threads_per_worker),
+        "NPROC": str(threads + 1),  # One more thread sends messages.
+        "OMP_NUM_THREADS": str(threads),
     }
 
 

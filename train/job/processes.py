@@ -63,6 +63,8 @@ class Process(NamedTuple):
         held, and takes them itself, so that none comes before its handlers.
       trains: whether it trains from its beginning on, as far as the launcher can know;
         else from the first step that it prints.
+      worker: what its worker is called, if that has several processes, which end and
+        start together where workers are peers: "worker 2 (processes 4, 5)".
     """
 
     name: str
@@ -70,6 +72,26 @@ class Process(NamedTuple):
     env: Mapping[str, str]
     is_ready: bool = True
     trains: bool = False
+    worker: str = ""
+
+
+def worker_name(process: int, per_worker: int) -> str:
+    """Returns what the worker of a process is called, empty if it has no other.
+
+    Args:
+      process: number of the process.
+      per_worker: number of processes of each worker.
+
+    Examples:
+      >>> from train.job.processes import worker_name
+      >>> worker_name(5, per_worker=2)
+      'worker 2 (processes 4, 5)'
+    """
+    if per_worker == 1:
+        return ""
+    worker = process // per_worker
+    numbers = range(worker * per_worker, (worker + 1) * per_worker)
+    return f"worker {worker} (processes {', '.join(map(str, numbers))})"
 
 
 class Ended(NamedTuple):
@@ -95,19 +117,21 @@ def run_job(
     """Runs all processes to their end and returns how they have ended.
 
     The code is 0 if all ended with 0, else that of the process that failed first: 128 +
-    the signal if one killed it. The others then have 1.5 s to end by themselves, and
-    0.4 s from SIGTERM to SIGKILL, and all are started again; peers continue, and the
-    lost one is restarted alone, or the command to restart it is printed. None is
-    started again after a signal to this process, nor after an exit code that would come
-    again. The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches all as SIGTERM, for them
-    to save and end; a second one, a second later at the earliest, as SIGKILL. A closed
+    the signal if one killed it. Processes end and start again in groups: those of a
+    job are one; of peers each worker is one, and the other workers continue. If one
+    process fails, the rest of its group ends: a job has 1.5 s to end by itself, before
+    SIGTERM, and 0.4 s later SIGKILL; a worker gets SIGTERM at once. Then the group is
+    started again, or, of peers, the command to restart it is printed. None is started
+    again after a signal to this process, nor after an exit code that would come again.
+    The first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches all as SIGTERM, for them to
+    save and end; a second one, a second later at the earliest, as SIGKILL. A closed
     output, as after `| head`, counts as such a signal; the code is then 141, as for
     SIGPIPE.
 
     Args:
-      start: function that returns the processes of one more start.
-      are_peers: whether the others continue if one fails; called when one has.
-      max_restarts: how often in a row the job, or of peers a process, is started again
+      start: function that returns all processes, for one more start of some of them.
+      are_peers: whether the other workers continue if one fails; called when one has.
+      max_restarts: how often in a row the job, or of peers a worker, is started again
         without having got on, see `Failures`.
       grace: seconds from a first signal to SIGKILL, for all that have not ended.
 
@@ -186,6 +210,7 @@ class _Child:
     ):
         self.name, self.process = process.name, process
         self.life = Life(process.trains)
+        self.after = ""  # The last step of the run when it failed.
         self._selector, self._output = selector, output
         self.unprinted = b""
         self.in_noise = False
@@ -270,17 +295,6 @@ def _begin(launcher: int, is_ready: bool) -> None:
     die_with_parent(lambda: os.getppid() == launcher)
 
 
-def _say_how_to_return(child: _Child) -> None:
-    """Prints the command that restarts a process whose peers continue."""
-    _, how = describe_exit(child.popen.returncode)
-    env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
-    command = " ".join([*env, shlex.join(child.process.argv)])
-    say(
-        f"warning: process {child.name} ended, {how}; the others continue, and this "
-        f"command restarts it: {command}"
-    )
-
-
 def _visible(line: bytes) -> bytes:
     """Returns what a terminal shows of a line that progress has overwritten."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
@@ -316,54 +330,63 @@ class _Job:
         # All that were started, without those that were started again.
         self._children: list[_Child] = []
         self._running: set[_Child] = set()
-        self._escalation: list[tuple[float, int]] = []
-        # When a process, or with None all of them, are started.
-        self._paused: list[tuple[float, Process | None]] = [(0.0, None)]
-        self._after = self._first = ""
+        # By its group, the first that has failed, until the others have ended too.
+        self._broken: dict[str, _Child] = {}
+        # When a signal is sent, and to whom; when a group is started, "" for all.
+        self._escalation: list[tuple[float, int, Sequence[_Child]]] = []
+        self._paused: list[tuple[float, str]] = [(0.0, "")]
+        self._first = ""
 
     def stop(self, signum: int, came: int) -> None:
         self.asked = self.asked or came
         self.output.stops = False  # A second SIGTERM would end them before they save.
         _send(self._children, signum)
-        self._escalation.append((time.monotonic() + self._grace, signal.SIGKILL))
+        end = time.monotonic() + self._grace
+        self._escalation.append((end, signal.SIGKILL, self._children))
 
     def wait(self) -> None:
         """Prints and waits until all have ended."""
         while self._running or (self._paused and not self.asked):
-            at, signum = min(self._escalation, default=(math.inf, 0))
-            again = min((when for when, _ in self._paused), default=math.inf)
-            left = max(0.0, min(at, again) - time.monotonic())
+            times = [when for when, *_ in (*self._escalation, *self._paused)]
+            left = max(0.0, min(times, default=math.inf) - time.monotonic())
             for key, _ in self._selector.select(min(left, LONGEST_WAIT)):
                 child = key.data
                 child.print_lines()
                 if key.fileobj == child.pidfd:
-                    child.forget(child.pidfd)
-                    self._running.remove(child)
-                    if child.popen.wait():
-                        self._fail(child)
-            now = time.monotonic()
-            due = [process for when, process in self._paused if when <= now]
-            self._paused = [one for one in self._paused if one[0] > now]
-            for process in due:
-                if process is None:
-                    for each in self._start():
-                        self._start_one(each)
-                else:
-                    self._start_again(process)
+                    self._end(child)
             if self.output.closed and self.output.stops:
                 self.stop(signal.SIGTERM, signal.SIGPIPE)
-            if time.monotonic() >= at:
-                self._escalation.remove((at, signum))
-                _send(self._running, signum)
-            waits = self._running or (self._paused and not self.asked)
-            if self.failed and not waits:
-                self._all_ended(self.failed)
+            for _, signum, children in _take_due(self._escalation):
+                _send(children, signum)
+            for _, group in [] if self.asked else _take_due(self._paused):
+                self._start_group(group)
+        if self.failed and self._are_peers():
+            self._say_first(self.failed)
 
     def close(self) -> None:
         """Kills what still runs, and forgets all."""
-        for child in self._children:
-            child.close()
-        self._children.clear()
+        self._forget([*self._children])
+
+    def _group(self, process: Process) -> str:
+        """What a process ends and starts again with, as messages name it."""
+        if not self._are_peers():
+            return ""
+        return process.worker or f"process {process.name}"
+
+    def _start_group(self, group: str) -> None:
+        """Starts a group now, or later where the machine has no room for it."""
+        is_alone, started = not self._running, len(self._children)
+        try:
+            for process in self._start():
+                if not group or self._group(process) == group:
+                    self._start_one(process)
+        except OSError as error:
+            if is_alone:
+                raise
+            self._forget(self._children[started:])
+            why = f"{group} cannot be started, {error.strerror}"
+            say(f"warning: {why}; tried again in {LONGEST_PAUSE:.0f} s")
+            self._paused.append((time.monotonic() + LONGEST_PAUSE, group))
 
     def _start_one(self, process: Process) -> None:
         with hold_stop_signals():  # Until `stop` can reach it.
@@ -373,81 +396,112 @@ class _Job:
             if self.asked:  # It came too late for `stop` to reach it.
                 child.popen.send_signal(signal.SIGTERM)
 
-    def _fail(self, child: _Child) -> None:
-        """Continues after a failure: without it, with it again, or not at all."""
-        code, how = describe_exit(child.popen.returncode)
-        if not self._are_peers():
-            if self.failed is None:
-                term = time.monotonic() + GRACE_SECONDS
-                self._escalation += [(term, signal.SIGTERM)]
-                self._escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
-        elif code not in FINAL and not self.asked:
-            got_on = child.life.has_saved() or child.life.has_trained()
-            pause = self._failures.pause(child.name, code, got_on)
-            if pause is not None:
-                self._say_again(
-                    f"process {child.name} ended, {how}; ", pause, child.name
-                )
-                self._children.remove(child)
-                child.close()
-                self._paused.append((time.monotonic() + pause, child.process))
-                return
-            if (count := self._failures.count(child.name)) > 1:
-                say(
-                    f"error: process {child.name} has failed {count} times in a row, "
-                    f"{how} and nothing saved, and is not started again; correct the "
-                    f"cause first; it said at last: {os.fsdecode(child.life.said)}"
-                )
-            if self._running:
-                _say_how_to_return(child)
-        # One that cannot be carried out has said why, and would be no better off again.
-        elif self._running and code not in (1, 2):
-            _say_how_to_return(child)
-        if self.failed is None:
-            self.failed, self._after = child, self.output.life.step
+    def _forget(self, children: Iterable[_Child]) -> None:
+        for child in children:
+            child.close()
+            self._children.remove(child)
+            self._running.discard(child)
 
-    def _all_ended(self, failed: _Child) -> None:
-        """Names the first that failed, and starts a job again if that may help."""
+    def _end(self, child: _Child) -> None:
+        """Ends the group of a process that has failed, and continues after its last."""
+        child.forget(child.pidfd)
+        self._running.remove(child)
+        has_failed = child.popen.wait() != 0
+        if not (has_failed or self._broken):
+            return
+        group = self._group(child.process)
+        members = [x for x in self._children if self._group(x.process) == group]
+        if has_failed and group not in self._broken:
+            self._broken[group], child.after = child, self.output.life.step
+            # A worker cannot continue, and those of a job say what they have lost.
+            at_once = bool(group) and not self.asked
+            term = time.monotonic() + (0.0 if at_once else GRACE_SECONDS)
+            self._escalation.append((term, signal.SIGTERM, members))
+            self._escalation.append((term + TERM_SECONDS, signal.SIGKILL, members))
+        if group in self._broken and self._running.isdisjoint(members):
+            self._continue(group, members, self._broken.pop(group))
+
+    def _continue(self, group: str, members: list[_Child], failed: _Child) -> None:
+        """Continues after the end of a group: with it again, or without it."""
+        if not group:
+            self._say_first(failed)
+        code, how = describe_exit(failed.popen.returncode)
+        how = f"process {failed.name} first, {how}" if failed.process.worker else how
+        if self.asked or self.output.closed or code in FINAL:
+            pause = None
+        else:
+            pause = self._failures.pause(group, code, self._got_on(group, members))
+            self._say_tries(group, failed, how, pause)
+        if pause is not None:
+            self._forget(members)
+            self._paused.append((time.monotonic() + pause, group))
+            if not group:
+                self.output.life = Life()
+            return
+        # One that cannot be carried out has said why, and would be no better off again.
+        if self._running and not self.asked and code not in (1, 2):
+            command = " & ".join(map(_command, members))
+            say(
+                f"warning: {group} ended, {how}; the others continue, and this command "
+                f"restarts it: {command}"
+            )
+        self.failed = self.failed or failed
+
+    def _got_on(self, group: str, members: Iterable[_Child]) -> bool:
+        """Whether a group has got on since its start, a job by what it has saved."""
+        if not group:
+            return self.output.life.has_saved()
+        return any(x.life.has_saved() or x.life.has_trained() for x in members)
+
+    def _say_first(self, failed: _Child) -> None:
+        """Names the first that failed."""
         if self.output.closed:
             return
-        code, how = describe_exit(failed.popen.returncode)
-        after = f", after step {self._after}" if self._after else ""
-        cause = f"process {failed.name} ended first, {how}{after}"
-        is_job = not self._are_peers()
-        stopped = is_job and len(self._children) > 1
-        say(f"error: {cause}{'; the others were stopped' if stopped else ''}")
-        if not is_job or code in FINAL or self.asked:
-            return
-        pause = self._failures.pause("", code, self.output.life.has_saved())
-        count = self._failures.count("")
-        self._first = cause if count == 1 else self._first
+        stopped = len(self._children) > 1 and not self._are_peers()
+        end = "; the others were stopped" if stopped else ""
+        say(f"error: {_cause(failed)}{end}")
+
+    def _say_tries(
+        self, group: str, failed: _Child, how: str, pause: float | None
+    ) -> None:
+        """Prints when a group that has ended is started again, or why it is not."""
+        count = self._failures.count(group)
+        self._first = _cause(failed) if count == 1 else self._first
         if pause is not None:
-            self._say_again("the job is ", pause)
-            self.close()
-            self.failed, self.output.life = None, Life()
-            self._escalation.clear()
-            self._paused.append((time.monotonic() + pause, None))
+            ended = f"{group} ended, {how};" if group else "the job is"
+            when = f" in {pause:.0f} s" if pause else ""
+            say(f"warning: {ended} started again{when}{self._failures.left(group)}")
+        elif group and count > 1:
+            say(
+                f"error: {group} has failed {count} times in a row, {how} and nothing "
+                "saved, and is not started again; correct the cause first; it said at "
+                f"last: {os.fsdecode(failed.life.said)}"
+            )
         elif count > 1:
             say(
                 f"error: gave up after {count} failures without a newer checkpoint; "
                 f"first {self._first}"
             )
 
-    def _say_again(self, ended: str, pause: float, name: str = "") -> None:
-        when = f" in {pause:.0f} s" if pause else ""
-        left = self._failures.left(name)
-        say(f"warning: {ended}started again{when}{left}")
 
-    def _start_again(self, process: Process) -> None:
-        """Starts a process now, or later where the machine has no room for it."""
-        try:
-            self._start_one(process)
-        except OSError as error:
-            if not self._running:
-                raise
-            why = f"process {process.name} cannot be started, {error.strerror}"
-            say(f"warning: {why}; tried again in {LONGEST_PAUSE:.0f} s")
-            self._paused.append((time.monotonic() + LONGEST_PAUSE, process))
+def _cause(failed: _Child) -> str:
+    _, how = describe_exit(failed.popen.returncode)
+    after = f", after step {failed.after}" if failed.after else ""
+    return f"process {failed.name} ended first, {how}{after}"
+
+
+def _command(child: _Child) -> str:
+    """The command that starts a process again by hand."""
+    env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
+    return " ".join([*env, shlex.join(child.process.argv)])
+
+
+def _take_due(waiting: list[Any]) -> list[Any]:
+    """Takes out those whose time, their first value, has come."""
+    due = [one for one in waiting if one[0] <= time.monotonic()]
+    for one in due:
+        waiting.remove(one)
+    return due
 
 
 def _send(children: Iterable[_Child], signum: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decentjax import AXIS, place
+from decentjax.placement import local_workers
 
 Rule = Callable[[tuple[int, ...], int], int | None]
 """Maps shape and number of devices to the dim that they share, as `Task.shard`."""
@@ -70,26 +71,34 @@ def slice_axis(mesh: Mesh | AbstractMesh) -> str | None:
     return next((name for name in mesh.axis_names if name != AXIS), None)
 
 
-def on_first(x: jax.Array) -> jax.Array:
-    """The array with the whole row of each worker on its first device."""
+def on_first(x: jax.Array) -> list[jax.Shard]:
+    """The whole rows of the workers whose first device is in this process."""
     lies = x.sharding
     if not isinstance(lies, NamedSharding) or slice_axis(lies.mesh) is None:
-        return x
+        return x.addressable_shards
     rows = jax.device_put(x, NamedSharding(lies.mesh, PartitionSpec(AXIS)))
-    firsts = Mesh(np.asarray(lies.mesh.devices)[:, 0], (AXIS,))
-    mine = set(firsts.devices.flat)
-    shards = [one.data for one in rows.addressable_shards if one.device in mine]
-    there = NamedSharding(firsts, PartitionSpec(AXIS))
-    return jax.make_array_from_single_device_arrays(x.shape, there, shards)
+    firsts = set(np.asarray(lies.mesh.devices)[:, 0])
+    return [shard for shard in rows.addressable_shards if shard.device in firsts]
 
 
 def _put(tree: Any, mesh: Mesh, rule: Rule) -> Any:
     if slice_axis(mesh) is None:
         return place(tree, mesh)
 
+    mine = local_workers(mesh)
+
     def put(x: Any) -> jax.Array:
-        # On the devices of the workers first, row by row, then cut on each.
-        return jax.device_put(place(x, mesh), _there(mesh, rule, x.shape))
+        there = _there(mesh, rule, x.shape)
+        if there.spec == PartitionSpec(AXIS):
+            return place(x, mesh)
+        rows = np.asarray(x)  # Cut here: no device ever has a whole row.
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            row = mine.index(index[0].start or 0)
+            return rows[row : row + 1, *index[1:]]
+
+        shape = (mesh.shape[AXIS], *x.shape[1:])
+        return jax.make_array_from_callback(shape, there, part)
 
     return jax.tree.map(put, tree)
 

@@ -48,7 +48,10 @@ class Observer:
     ):
         config, task, mesh, watch = run.config, run.task, run.mesh, run.place.watch
         self.log, self._means, self._watch = log, means, watch
-        self._amount = task.amount
+        self._amount, self._per_worker = (
+            task.amount,
+            config.workers.processes_per_worker,
+        )
         self._peak_seconds = peak_seconds(run, begin.state)
         self._record, self._first = record, run.place.first
         self._num_skipped = self._num_counted = 0
@@ -100,10 +103,9 @@ class Observer:
         now = time.monotonic()
         seconds = max(now - self._time, 1e-9)
         values["steps_per_second"] = rate = (step - self._step) / seconds
-        # Times the processes, as the log has the mean over them.
-        counted, skipped = (
-            n * jax.process_count() for n in (self._num_counted, self._num_skipped)
-        )
+        # Times the processes that read different batches, as the log has the mean.
+        times = jax.process_count() // self._per_worker
+        counted, skipped = (n * times for n in (self._num_counted, self._num_skipped))
         values[self._amount.unit + PER_SECOND] = counted / seconds
         values["skipped_examples"] = skipped
         if self._peak_seconds is not None:
@@ -144,8 +146,8 @@ class Observer:
         """Logs the scores of the mean model and of each worker's; none if stopped."""
         phases.note("evaluating")
         begin = time.monotonic()
-        rows = local_rows((state.params, state.model_state))
-        numbers, models = zip(*rows, strict=True)
+        rows = list(local_rows((state.params, state.model_state)))
+        numbers, models = zip(*rows, strict=True) if rows else ((), ())
 
         # Raised out of the pass over the data: an evaluation may take minutes, and a
         # job scheduler kills what still runs a while after its signal.
@@ -211,10 +213,13 @@ def local_mean(x: jax.Array) -> tuple[float, int]:
 
 
 def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
-    """The rows of the workers of this process, with the workers' numbers."""
+    """The rows of the workers of this process, with the workers' numbers.
+
+    The first process of a worker has its row.
+    """
     # Row by row, as a leaf [N, ...] of a job has most of its rows in other processes.
-    leaves, structure = jax.tree.flatten(jax.tree.map(on_first, stacked))
-    for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
+    leaves, structure = jax.tree.flatten(stacked)
+    for shards in zip(*map(on_first, leaves), strict=True):
         # A shard has rows `start` to `stop` of all; without a mesh `start` is None.
         first = shards[0].index[0].start or 0
         rows = [shard.data for shard in shards]

@@ -61,6 +61,7 @@ FREE = (
     "task.tokens",  # A run begins with what it has found in place of "auto".
     "data.num_processes",
     "workers.devices_per_worker",
+    "workers.processes_per_worker",
     "evaluation",
     "checkpoint",
     "log",

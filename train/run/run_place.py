@@ -83,6 +83,12 @@ class Alone:
             have several devices.
         """
         workers = self._config.workers
+        if workers.processes_per_worker > 1:
+            raise ValueError(
+                "workers.processes_per_worker = "
+                f"{workers.processes_per_worker} is for a job of several processes: "
+                "start them with `decentjax launch`, or set it to 1"
+            )
         if workers.where == "mesh":
             return worker_mesh(workers.num_workers, None, workers.devices_per_worker)
         if workers.devices_per_worker > 1:
@@ -169,8 +175,7 @@ class InJob(Alone):
         """Joins the other processes."""
         config = self._config
         with fail_stop():
-            workers = config.workers.num_workers, config.workers.devices_per_worker
-            start(config.distributed, workers[0], self.run_dir, workers[1])
+            start(config.distributed, config.workers, self.run_dir)
             # jax has taken over SIGTERM, which it passes on to jobs of several.
             alone = self.count == 1
             stops = ended_by_signals(NOTHING_LOST, but=[signal.SIGINT])

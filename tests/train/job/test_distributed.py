@@ -39,6 +39,7 @@ from train.config import (
     BackgroundExchange,
     DistributedConfig,
     InStepExchange,
+    WorkersConfig,
 )
 from train.job.distributed import start
 from train.launch import check_port
@@ -527,7 +528,7 @@ def start_alone(monkeypatch, run_dir: Path | None, **place) -> None:
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     monkeypatch.setattr(global_state, "process_id", None)
     fields = {"enabled": True, "start_seconds": 3, "num_processes": 2, **place}
-    start(DistributedConfig(**fields), num_workers=4, run_dir=run_dir)
+    start(DistributedConfig(**fields), WorkersConfig(num_workers=4), run_dir)
 
 
 @pytest.mark.slow
@@ -606,7 +607,7 @@ def test_a_name_that_means_this_machine_alone_is_refused(monkeypatch):
         enabled=True, coordinator="node7:1234", num_processes=2, process_id=0
     )
     with pytest.raises(ValueError, match=r"node7 is 127.0.1.1 on this machine itself"):
-        start(config, num_workers=2)
+        start(config, WorkersConfig(num_workers=2))
 
 
 @pytest.mark.parametrize(

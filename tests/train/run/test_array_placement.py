@@ -179,7 +179,7 @@ def test_rows_and_means_of_slices_count_each_worker_once():
     for number, row in found.items():
         np.testing.assert_array_equal(row["w"], rows[number])
     whole = on_first(placed["w"])
-    assert [shard.device for shard in whole.addressable_shards] == jax.devices()[:6:2]
+    assert [shard.device for shard in whole] == jax.devices()[:6:2]
     numbers = put_state(jnp.array([1.0, np.nan, 3.0]), mesh, longest_dim)
     assert local_mean(numbers) == (2.0, 2)
 
