@@ -70,6 +70,12 @@ class GroupPort(PartyPort):
         used: Callable[[MergeRecord], None] | None,
     ):
         super().__init__(party, groups.num_workers, used)
+        if party.num_processes > 1:
+            raise ValueError(
+                "the groups of WAGMA-SGD are of workers of one process, got "
+                f"{party.num_processes} processes of this worker: take rounds with a "
+                "Quorum, which do not wait for late workers either"
+            )
         if isinstance(patience, AutoPatience) or not patience > 0:
             raise ValueError(
                 "groups wait for live but silent workers for a while, and in a mean of "

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from decentjax._core.collectives import is_mixed
 from decentjax.links import Piece
-from decentjax.placement import local_slices, rows_sharding
+from decentjax.placement import local_slices, rows_sharding, slices_of
 
 Rows = list[jax.Array]
 """The pieces of one worker's leaves, [1, ...] each, one device after another."""
@@ -66,11 +66,18 @@ class Layout:
             )
             for n, device, _ in self._order[0]
         ]
+        firsts = {n: self._firsts(n, mesh) for n in self._sent}
+        self._is_first = [device in firsts[n] for n, device, _ in self._order[0]]
 
     def rows(self, stacked: Sequence[jax.Array]) -> list[Rows]:
         """The pieces of each worker of this process."""
         shards = {n: self._shards(n, stacked[n]) for n in self._sent}
         return [[shards[n][device] for n, device, _ in row] for row in self._order]
+
+    def once(self, rows: Rows) -> Rows:
+        """The pieces of a worker that no earlier one of its processes has too."""
+        pairs = zip(rows, self._is_first, strict=True)
+        return [piece for piece, is_first in pairs if is_first]
 
     def stacked(
         self, arrays: Sequence[jax.Array], rows: Sequence[Rows]
@@ -86,6 +93,14 @@ class Layout:
             else x
             for n, x in enumerate(arrays)
         ]
+
+    def _firsts(self, n: int, mesh: Mesh) -> set[Any]:
+        """Of all devices of the first worker, the first to have each piece."""
+        places = self._lies[n].devices_indices_map(self._shapes[n])
+        firsts: dict[str, Any] = {}
+        for device in slices_of(mesh)[0]:
+            firsts.setdefault(repr(places[device]), device)
+        return set(firsts.values())
 
     def _holders(self, n: int) -> dict[Any, list[Any]]:
         """Of each device that sends a piece of an array, the others that have it."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from decentjax._core.collectives import is_mixed
-from decentjax._core.fingerprint import first_model
+from decentjax._core.fingerprint import ADVICE, first_model
 from decentjax.codec import as_permutations
 from decentjax.compression import Leaves
 from decentjax.exchange import Permutations, Topology
@@ -35,7 +35,7 @@ from decentjax.gossip.merging import (
 )
 from decentjax.gossip.patience import AutoPatience, Waits
 from decentjax.gossip.port import Arrival, Port
-from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans
+from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans, far
 from decentjax.links import Links, Message, PeerProcess, check_party
 from decentjax.plan import Plan, rounds_of, topology_of
 from decentjax.rounds import Rounds, RoundState
@@ -263,10 +263,34 @@ class PeerPort(PartyPort):
         if self._quorum is None:
             self._way = self._way_of(*how)
         else:
-            self._way = QuorumMeans(*how, self._quorum, self._schedule)
+            how = *how, self._quorum, self._schedule
+            self._way = QuorumMeans(*how, self._distance)
+        self._check_worker(state)
         # Elastic peers come when they come, but those of this process are here.
         own, late = {*self.party.workers}, time.monotonic() + self.waits.first
         self._links.meet(self.sources & own if self.elastic else self.sources, late)
+
+    def _check_worker(self, state: WorkerState) -> None:
+        """Raises a ValueError if the processes of a worker begin with other models."""
+        if self.party.num_processes == 1:
+            return
+        whole = [
+            x.addressable_shards[0].data
+            for x in jax.tree.leaves(state._replace(key=jax.random.key_data(state.key)))
+            if x.addressable_shards[0].data.shape == (1, *x.shape[1:])
+        ]
+        digests = self.links.gather_texts(first_model(whole, 0))
+        if len(set(digests)) > 1:
+            wrong = [n for n, one in enumerate(digests) if one != digests[0]]
+            raise ValueError(
+                f"the processes of worker {self.party.workers[0]} must begin with the "
+                f"same model and random key, but the processes {wrong} of it differ "
+                f"from process 0: {ADVICE}"
+            )
+
+    def _distance(self, group: int, one: Rows, other: Rows) -> float:
+        once = self._sent[group].once
+        return far(once(one), once(other), self.links.total)
 
     def show(self, state: WorkerState, step: int) -> None:
         if guests := self.links.joining():
@@ -449,8 +473,10 @@ class PeerPort(PartyPort):
         of_peers = [x for x in used.models if x.peer != used.worker]
         if self.elastic and used.step % APART_EVERY == 0 and of_peers:
             own = models[used.worker, used.step]
+            once = self._sent[used.group].once
             self.apart[used.worker, used.group] = [
-                distances(own, models[taken.peer, taken.step]) for taken in of_peers
+                distances(once(own), once(models[taken.peer, taken.step]))
+                for taken in of_peers
             ]
         self._used(self._by_step(used))
         if self._reports_taken:

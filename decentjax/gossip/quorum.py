@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -202,6 +202,7 @@ class QuorumMeans(Way):
       ledger: as in `Way`.
       quorum: how they are merged.
       schedule: schedule of the rounds.
+      distance: function that returns the distance of two workers' leaves of a group.
 
     Attributes:
       tally: what contributions count for.
@@ -216,9 +217,10 @@ class QuorumMeans(Way):
         ledger: Ledger | None,
         quorum: Quorum,
         schedule: Schedule,
+        distance: Callable[[int, Rows, Rows], float] = lambda _, *rows: far(*rows),
     ):
         super().__init__(links, topology, ledger)
-        self.quorum, self._schedule = quorum, schedule
+        self.quorum, self._schedule, self._distance = quorum, schedule, distance
         self.tally = Tally()
 
     def enough(self, num_peers: int) -> int:
@@ -239,6 +241,7 @@ class QuorumMeans(Way):
         del deadline  # `gather` has waited.
         weight = self.quorum.weight(*self.tally.take_own(worker, group), age=0)
         found, left_out = self._trusted(
+            group,
             [
                 Contribution(worker, Said(step), weight, 0, own),
                 *(
@@ -246,7 +249,7 @@ class QuorumMeans(Way):
                     for peer, _ in senders(self._topology[step], worker)
                     for message in self._links.take(worker, peer, group, step)
                 ),
-            ]
+            ],
         )
         self.tally.base[worker, group] = _turn(self._schedule, step, group) + 1
         for one in found[1:]:
@@ -274,7 +277,7 @@ class QuorumMeans(Way):
         return Contribution(peer, said, weight, age, message.arrays)
 
     def _trusted(
-        self, found: list[Contribution]
+        self, group: int, found: list[Contribution]
     ) -> tuple[list[Contribution], list[LeftOut]]:
         """The contributions that count, the first unchanged, and the others."""
         guard, (own, *others) = self.quorum.guard, found
@@ -282,10 +285,10 @@ class QuorumMeans(Way):
         if guard is None or not counting:
             return [own, *counting], []
         kept, left_out = [own], []
-        far = [_distance(own.rows, one.rows) for one in counting]
+        away = [self._distance(group, own.rows, one.rows) for one in counting]
         # Of two the smaller, as the larger may be the bad one.
-        limit = guard.ratio * statistics.median_low(far)
-        for one, distance in zip(counting, far, strict=True):
+        limit = guard.ratio * statistics.median_low(away)
+        for one, distance in zip(counting, away, strict=True):
             is_old = guard.oldest is not None and one.age > guard.oldest
             is_near = math.isfinite(distance) and distance <= limit
             if is_near and not is_old:
@@ -352,8 +355,15 @@ def _trimmed(first: Rows, rows: list[Rows], weights: Any, trimmed: int) -> Rows:
     return [of_leaf(*leaves) for leaves in zip(first, *rows, strict=True)]
 
 
-def _distance(own: Rows, other: Rows) -> float:
-    squares = sum(float(x) ** 2 for x in distances(own, other))
+def far(one: Rows, other: Rows, total: Callable[[float], float] = float) -> float:
+    """The distance of two workers' leaves; infinite if something is not finite.
+
+    Args:
+      one: leaves of a worker.
+      other: leaves of another.
+      total: function that returns the sum of a value over the worker's processes.
+    """
+    squares = total(sum(float(x) ** 2 for x in distances(one, other)))
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
