@@ -28,7 +28,7 @@ class JobFile:
     """Prints a job file of a run, for `sbatch` or `kubectl apply -f`.
 
     One process for each GPU. Options of the run follow after `--`. With an exchange
-    between peers each node, or pod, starts again alone.
+    between peers each node, or pod, starts again alone; a pod is then a worker.
 
     Examples: `decentjax slurm quickstart --nodes 2 --gpus 4 > job.sbatch`, and
     `decentjax slurm quickstart --gpus 4 --jobset -- --num-steps 500 > job.yaml`.
@@ -37,6 +37,8 @@ class JobFile:
       config: file or name of a config.
       nodes: number of nodes.
       gpus: number of GPUs of each node; 0 for one process without GPUs on each node.
+      processes_per_worker: number of processes, and so of GPUs of a node, over which
+        each worker shards its model.
       cpus: number of CPU cores of each process, for Slurm.
       hours: longest time of a job, in hours; it is queued again until the run ends; for
         Slurm.
@@ -48,6 +50,7 @@ class JobFile:
     config: Annotated[Path, tyro.conf.Positional]
     nodes: int = 1
     gpus: int = 8
+    processes_per_worker: int = 1
     cpus: int = 8
     hours: float = 24.0
     jobset: bool = False
@@ -61,11 +64,21 @@ class JobFile:
                 f"nodes = {self.nodes}, gpus = {self.gpus}, cpus = {self.cpus}, "
                 f"hours = {self.hours:g}"
             )
+        each = self.processes_per_worker
+        if each < 1 or self.per_node % each:
+            raise ValueError(
+                "a worker is on one node, with a GPU for each process: "
+                f"--processes-per-worker must divide {self.per_node}, got {each}"
+            )
 
     @property
     def per_node(self) -> int:
         """Number of processes on a node."""
         return max(1, self.gpus)
+
+    @property
+    def num_processes(self) -> int:
+        return self.nodes * self.per_node
 
 
 def sbatch(job: JobFile, options: Sequence[str], python: str) -> str:
@@ -89,7 +102,9 @@ def sbatch(job: JobFile, options: Sequence[str], python: str) -> str:
         file, tasks = "cluster.sbatch", {"ntasks-per-node": job.per_node}
         values |= {"nodes": job.nodes, "cpus-per-task": job.cpus} | tasks
     text = _filled(_template(file, config), r"#SBATCH --{}=", values)
-    text = re.sub("^processes=.*", f"processes={job.per_node}", text, flags=re.M)
+    of_shell = {"processes": job.per_node, "per_worker": job.processes_per_worker}
+    for name, value in of_shell.items():
+        text = re.sub(f"^{name}=.*", f"{name}={value}", text, flags=re.M)
     if not job.gpus:
         text = re.sub(r"#SBATCH --gpus-per-node=.*\n", "", text)
         text = re.sub(r"# Each task sees all GPUs.*\n", "", text)
@@ -110,15 +125,23 @@ def manifest(job: JobFile, options: Sequence[str]) -> str:
       job: what it asks for.
       options: options of the run.
     """
-    run, count = _run(job, options), job.nodes * job.per_node
-    config = run.config
+    run, each = _run(job, options), job.processes_per_worker
+    config, size = run.config, job.num_processes
+    # A pod of peers is a worker; in a job each process has a pod.
+    count = size // each if config.is_apart else size
     # Pods are LABEL-workers-0-INDEX-abcde.
     label = _label(config.name, 63 - len(f"-workers-0-{count - 1}-abcde"))
     text = _template("peers.yaml" if config.is_apart else "jobset.yaml", config)
     text = _filled(text, r" {}: ", {"parallelism": count, "completions": count})
     text = _filled(text, r" {}: ", {"image": _quoted(job.image)})
-    total = "places" if config.is_apart else "distributed.num-processes"
-    text = _filled(text, r"- --{}=", {"workers.num-workers": count, total: count})
+    sizes = {"workers.num-workers": size // each}
+    if config.is_apart:
+        sizes |= {"places": size, "processes": each, "processes-per-worker": each}
+        text = text.replace("nvidia.com/gpu: 1", f"nvidia.com/gpu: {each}")
+    else:
+        sizes |= {"distributed.num-processes": size}
+        sizes |= {"workers.processes-per-worker": each}
+    text = _filled(text, r"- --{}=", sizes)
     # By default a folder of the volume.
     folder = f"{'/' * (run.run_dir.parts[0] == 'runs')}{run.run_dir}"
     text = text.replace("/runs/quickstart", folder)
@@ -155,10 +178,12 @@ def _template(file: str, config: Config) -> str:
 
 def _run(job: JobFile, options: Sequence[str]) -> NewRun:
     """The run at its size, read as by `train`, for the errors too."""
+    each = job.processes_per_worker
     size = [
         *("--auto-resume", "--distributed.enabled"),
-        f"--workers.num-workers={job.nodes * job.per_node}",
-        f"--workers.workers-per-node={1 if job.jobset else job.per_node}",
+        f"--workers.num-workers={job.num_processes // each}",
+        f"--workers.workers-per-node={1 if job.jobset else job.per_node // each}",
+        f"--workers.processes-per-worker={each}",
     ]
     options = [*size, *options] if job.jobset else [*options, *size]
     with contextlib.redirect_stdout(sys.stderr):  # The output is the job file.
@@ -223,6 +248,8 @@ def main(arguments: list[str]) -> None:
         at = arguments.index("--")
         own, options = arguments[:at], arguments[at + 1 :]
     job = from_options(JobFile, args=own, prog="decentjax slurm")
+    if (each := job.processes_per_worker) > 1:
+        options = [f"--workers.devices-per-worker={each}", *options]
     if job.jobset:
         print(manifest(job, options), end="")
     else:

@@ -140,7 +140,8 @@ def parts(line: str) -> list[str]:
     own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
     if harmed := re.fullmatch(rf"python -m benches.chaos ([^-]\S*){own}(.*)", line):
         return [f"decentjax train {harmed[1]}{harmed[2]}"]
-    own = r"(?:--processes|-n) \d+(?: --first-process \S+ --places \d+)?(?: --elastic)?"
+    own = r"(?:--processes|-n|--workers) \d+(?: --processes-per-worker \d+)?"
+    own += r"(?: --first-process \S+ --places \d+)?(?: --elastic)?"
     launched = re.fullmatch(rf"(.*decentjax launch {own}) (\S+)(.*)", line)
     if launched is None:
         return [line]

@@ -184,6 +184,81 @@ def test_the_pause_of_a_worker_is_its_own(tmp_path):
     assert sum("started again" in x for x in lines) == 2
 
 
+def test_a_worker_whose_other_process_has_saved_is_started_again(tmp_path):
+    """More often than it may fail in vain, and each time at once."""
+    code = (
+        "if own == 2:\n"
+        "    print(f'2 devices; folder {folder}', flush=True)\n"
+        "    print('begun', flush=True)\n"
+        "    time.sleep(0.2)  # For the launcher to read it.\n"
+        "    (folder / 'checkpoints' / str(start)).mkdir(parents=True)\n"
+        "if own == 3 and start < 10:\n"
+        "    wait_for(f'checkpoints/{start}')\n"
+        "    sys.exit(70)"
+    )
+    with launched(tmp_path, code) as job:
+        have_begun(tmp_path, (2, 3), 10)
+        lines = ended(job, tmp_path)
+    assert job.returncode == 0
+    again = "ended, process 3 first, with exit code 70; started again"
+    assert lines.count(f"warning: worker 1 (processes 2, 3) {again}") == 9
+
+
+ROOM = """
+import sys
+from pathlib import Path
+import train.job.processes as processes
+
+processes.LONGEST_PAUSE = 0.3
+script, folder = sys.argv[1:]
+jobs = [
+    processes.Process(
+        str(i),
+        [f"{folder}/python" if i == 3 else sys.executable, script, folder],
+        {"ME": str(i)},
+        worker=processes.worker_name(i, 2),
+    )
+    for i in range(4)
+]
+sys.exit(processes.run_job(lambda: jobs, lambda: True, float("inf")).code)
+"""
+LEAVES = """
+import os, sys, time
+from pathlib import Path
+
+folder, own = Path(sys.argv[1]), os.environ["ME"]
+if own == "3" and not (folder / "failed").exists():
+    (folder / "failed").touch()
+    (folder / "python").unlink()
+    sys.exit(70)
+print("pid", os.getpid(), flush=True)
+while not (folder / "end").exists(): time.sleep(0.02)
+"""
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again_as_a_whole(tmp_path):
+    """Its second process cannot: the first one does not wait for it."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES)
+    with job_of(str(script), str(tmp_path), program=ROOM) as job:
+        assert job.stdout is not None
+        text = ""
+        while text.count("tried again") < 2:
+            text += job.stdout.readline().decode()
+        (tmp_path / "python").symlink_to(sys.executable)
+        while "[3] pid" not in text:
+            text += job.stdout.readline().decode()
+        pids = [int(pid) for pid in re.findall(r"\[2\] pid (\d+)", text)]
+        wait_until(lambda: sum(map(lives, pids)) <= 1)
+        (tmp_path / "end").touch()
+        text += job.communicate(timeout=LONG)[0].decode()
+    assert job.returncode == 0
+    why = "warning: worker 1 (processes 2, 3) cannot be started, No such file or dir"
+    assert untimed(text).count(why) == text.count("tried again in 0 s")
+    assert len(set(re.findall(r"\[[01]\] pid \d+", text))) == 2
+
+
 def test_a_job_of_workers_ends_and_starts_as_a_whole(tmp_path):
     code = "if own == 1 and start == 1:\n    wait_for('fail')\n    sys.exit(70)"
     with launched(tmp_path, code, "--max-restarts", "1") as job:

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.checkout import ROOT
+from train.cli.new_run import read_new_run
+from train.launch import read
 from train.slurm import JobFile, _label, main, manifest, sbatch
 
 TEMPLATE = (ROOT / "configs" / "cluster.sbatch").read_text()
@@ -77,6 +80,51 @@ def test_a_script_runs_the_config_wherever_it_starts(tmp_path, monkeypatch):
     ]
 
 
+def shown_by_shell(made: str, folder: Path) -> list[str]:
+    """The words after the interpreter of the command that a script runs in the end."""
+    (folder / "job.sbatch").write_text(made)
+    (folder / "python").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    (folder / "python").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "job.sbatch"],
+        cwd=folder,
+        env=os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    words = done.stdout.splitlines()
+    return words[len(words) - words[::-1].index("decentjax") :]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_worker_of_a_script_has_its_gpus(apart, tmp_path, capsys, monkeypatch):
+    """Two nodes of four GPUs, and so eight processes, two for each worker."""
+    two = ["quickstart", "--nodes", "2", "--gpus", "4", "--processes-per-worker", "2"]
+    main([*two, *(["--", *QUORUM] if apart else [])])
+    made = capsys.readouterr().out.replace(sys.executable, "python")
+    counts = {"NTASKS": "8", "NTASKS_PER_NODE": "4", "CPUS_PER_TASK": "8"}
+    if apart:
+        counts |= {"ARRAY_TASK_COUNT": "2", "ARRAY_TASK_ID": "1"}
+        assert "#SBATCH --ntasks-per-node=1\n" in made
+    else:
+        assert "#SBATCH --ntasks-per-node=4\n" in made
+    for name, value in counts.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    command, *words = shown_by_shell(made, tmp_path)
+    per_worker = []
+    if apart:
+        options, (_, *words) = read(words)
+        assert command == "launch"
+        assert (options.processes, options.places) == (4, 8)
+        assert options.processes_per_worker == 2
+        per_worker = ["--workers.processes-per-worker", "2"]  # By the launcher.
+    config = read_new_run(Path(words[0]), [*words[1:], *per_worker]).config
+    workers = config.workers
+    assert (workers.num_workers, workers.devices_per_worker) == (4, 2)
+    assert (workers.processes_per_worker, workers.workers_per_node) == (2, 2 - apart)
+
+
 QUORUM = [
     *("--method", "rounds", "--topology.name", "complete", "--exchange", "quorum"),
     *("--exchange.bind", "ib0"),
@@ -111,6 +159,29 @@ def test_a_manifest_of_peers_looks_into_their_folder():
     for probe in ("readinessProbe", "livenessProbe"):
         (*_, words) = container[probe]["exec"]["command"]
         assert " /runs/own/process-$JOB_COMPLETION_INDEX/metrics.jsonl" in words
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_pod_of_peers_is_a_worker_and_of_a_job_a_process(apart, monkeypatch):
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    workers = {"nodes": 2, "gpus": 4, "processes_per_worker": 2}
+    options = ["--workers.devices-per-worker=2", *(QUORUM if apart else ())]
+    made = yaml.safe_load(manifest(job(**workers), options))
+    (one,) = made["spec"]["replicatedJobs"]
+    spec = one["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert spec["parallelism"] == spec["completions"] == (4 if apart else 8)
+    limits = container["resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": 2 if apart else 1}
+    words = container["args"]
+    assert "--workers.num-workers=4" in words
+    if not apart:
+        assert "--workers.processes-per-worker=2" in words
+        assert "--distributed.num-processes=8" in words
+        return
+    launched, _ = read(words[words.index("launch") + 1 :])
+    assert (launched.processes, launched.processes_per_worker) == (2, 2)
+    assert (launched.places, launched.first_process) == (8, "JOB_COMPLETION_INDEX")
 
 
 def test_a_manifest_has_a_pod_for_each_process():
@@ -197,6 +268,18 @@ def test_the_command_prints_it(capsys):
     ("arguments", "words"),
     [
         (["quickstrt"], "did you mean quickstart"),
+        (
+            ["quickstart", "--gpus", "4", "--processes-per-worker", "3"],
+            "a worker is on one node, .* --processes-per-worker must divide 4, got 3",
+        ),
+        (
+            ["quickstart", "--gpus", "0", "--processes-per-worker", "2"],
+            "--processes-per-worker must divide 1, got 2",
+        ),
+        (
+            ["quickstart", "--processes-per-worker", "0"],
+            "--processes-per-worker must divide 8, got 0",
+        ),
         (["quickstart", "--nodes", "0"], "at least one node, .* got nodes = 0"),
         (["quickstart", "--hours", "inf"], "0.1 to 8760 hours, .* hours = inf"),
         (["quickstart", "--hours", "0.01"], "hours = 0.01"),
