@@ -60,7 +60,9 @@ shardings = jax.tree.map(sharding, shapes)
 first = jax.jit(lambda: nnx.state(init(jax.random.key(0))), out_shardings=shardings)()
 
 party, merged = gossip.PeerProcess(gossip.Folder("peers"), workers, mesh), []
-run = functools.partial(gossip.Peers, party=party, patience=1.0, used=merged.append)
+elastic = gossip.Elastic(topology.ring)  # The ring of the workers that live.
+peers = functools.partial(gossip.Peers, party=party, patience=1.0, elastic=elastic)
+run = functools.partial(peers, used=merged.append)
 with wrap(train_step, topology.ring(num_workers), mesh, run=run) as step:
     state, t = step.init(first, workers=workers), 0
     while t < STEPS:

@@ -223,7 +223,9 @@ def test_what_slices_cannot_do_gets_a_sentence(tmp_path):
     mesh = types.SimpleNamespace(
         shape={"workers": 1}, axis_names=("workers",), devices=np.array([far])
     )
-    with pytest.raises(ValueError, match=r"equally many devices of its mesh, got \{3: 1"):
+    with pytest.raises(
+        ValueError, match=r"equally many devices of its mesh, got \{3: 1"
+    ):
         gossip.PeerProcess(Folder(tmp_path), [0], mesh)
     two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"))
     with pytest.raises(ValueError, match='whose axis "replica" has this process\'s 1'):

@@ -57,7 +57,9 @@ class Crew:
 
     def came(self, process: int, life: int, count: int, edge: Edge = EDGE) -> None:
         """A message arrives at a process, with a part that only this one has."""
-        message = Message(Said(count), f"part {process} of {edge.peer}'s {life} {count}")
+        message = Message(
+            Said(count), f"part {process} of {edge.peer}'s {life} {count}"
+        )
         with self.bells[process].lock:
             self.processes[process].came(Key(edge, life, count), message)
 
@@ -193,10 +195,12 @@ def test_answers_errors_and_texts_are_of_all():
             crew._pool.submit(one.gather, f"inf {n}")
             for n, one in enumerate(crew.processes)
         ]
-        assert [call.result(LONG) for call in calls] == [["inf 0", "inf 1", "inf 2"]] * 3
-        crew.processes[2].report("refused", 1, "it's \"no\"\npeer")
+        assert [call.result(LONG) for call in calls] == [
+            ["inf 0", "inf 1", "inf 2"]
+        ] * 3
+        crew.processes[2].report("refused", 1, 'it\'s "no"\npeer')
         crew.all("gather", "")
-        assert crew.reported == [("refused", (1, "it's \"no\"\npeer"))]
+        assert crew.reported == [("refused", (1, 'it\'s "no"\npeer'))]
 
         def fail():
             raise ValueError("no such thing")
@@ -211,7 +215,9 @@ def test_processes_that_ask_different_things_get_an_error():
     with crew_of(2) as crew:
         first, other = crew.processes
         first.agree("alive", set)
-        with pytest.raises(RuntimeError, match=r"process 0 asks alive, and process 1 x"):
+        with pytest.raises(
+            RuntimeError, match=r"process 0 asks alive, and process 1 x"
+        ):
             other.agree("x", set)
 
 
@@ -266,8 +272,9 @@ def test_strangers_do_not_keep_the_processes_apart(monkeypatch):
     store = dict[str, str]()
     client = types.SimpleNamespace(
         key_value_set=store.__setitem__,
-        blocking_key_value_get=lambda name, _: until(lambda: name in store)
-        or store[name],
+        blocking_key_value_get=lambda name, _: (
+            until(lambda: name in store) or store[name]
+        ),
     )
     monkeypatch.setattr(worker_job, "_store", lambda: client)
     monkeypatch.setattr(worker_job, "_numbers", iter([0, 0]))
