@@ -158,7 +158,8 @@ def worker_mesh(
     Args:
       num_workers: N.
       devices: devices, of which the first are used, those of a worker one after
-        another; by default all of the job.
+        another; by default all of the job, one fast network (NVLink, or the links of a
+        TPU slice) after another, so that a worker lies in one whose size F divides.
       devices_per_worker: F; if more than one, the mesh has a second axis "fsdp" of this
         size, which is automatic, as that of the workers.
 
@@ -177,7 +178,8 @@ def worker_mesh(
         raise ValueError(f"devices_per_worker must be at least one, got {slices}")
     needed = num_workers * slices
     _provide_threads(needed)
-    devices = jax.devices() if devices is None else devices
+    if devices is None:
+        devices = sorted(jax.devices(), key=fast_network)
     if len(devices) < needed:
         wanted = f"{num_workers} workers need as many devices"
         if slices > 1:
@@ -192,6 +194,15 @@ def worker_mesh(
         return Mesh(devices[:needed], (AXIS,))
     rows = np.array(devices[:needed]).reshape(num_workers, slices)
     return Mesh(rows, (AXIS, "fsdp"))
+
+
+def fast_network(device: Any) -> int:
+    """Returns the number of a device's fast network, which jax calls its slice.
+
+    A node of GPUs, a rack whose nodes share NVLink, or a slice of TPUs. jax numbers the
+    devices by their processes, which need not be consecutive in one.
+    """
+    return getattr(device, "slice_index", 0)  # CPUs have none.
 
 
 def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:

@@ -54,6 +54,17 @@ def _forget_programs():
         LIBC.malloc_trim(0)
 
 
+@pytest.fixture
+def two_networks(monkeypatch):
+    """Devices of two nodes of four, numbered as processes that srun deals out in turn.
+
+    Real devices with the attribute by which jax knows that GPUs are of several nodes.
+    """
+    networks = property(lambda device: device.id % 2)
+    kind = type(jax.devices()[0])
+    monkeypatch.setattr(kind, "slice_index", networks, raising=False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Draws cases of tests with `draw`, the others are nightly; those are slow too."""
     drawn = [item for item in items if item.get_closest_marker("draw")]

@@ -1,11 +1,12 @@
 """The devices of a process, and the mesh of those of all processes."""
 
 import os
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from decentjax.placement import worker_mesh
+from decentjax.placement import fast_network, worker_mesh
 from decentjax.process.threads import provide_threads
 
 
@@ -41,15 +42,21 @@ def own_gpus(local_id: int | None, count: int) -> list[int] | None:
 def node_mesh(hosts: list[str], devices_per_worker: int = 1) -> Mesh:
     """A mesh of all devices, in which the workers of a node are consecutive.
 
+    So are those of nodes that share a fast network.
+
     Args:
       hosts: host name of each process.
       devices_per_worker: number of devices of each worker.
     """
+
     # A node's processes need not have consecutive numbers, as with srun's cyclic
-    # distribution: hosts A, B, A, B give the order of processes 0, 2, 1, 3.
-    devices = sorted(
-        jax.devices(),
-        key=lambda d: (hosts.index(hosts[d.process_index]), d.process_index, d.id),
-    )
+    # distribution: hosts A, B, A, B give the order of processes 0, 2, 1, 3. Nor need
+    # the nodes of a rack.
+    def place(device: Any) -> tuple[int, ...]:
+        process = device.process_index
+        node = hosts.index(hosts[process])
+        return fast_network(device), node, process, device.id
+
+    devices = sorted(jax.devices(), key=place)
     count = len(devices) // devices_per_worker
     return worker_mesh(count, devices, devices_per_worker)

@@ -15,7 +15,7 @@ from decentjax.distributed.failure import end_where_uncaught
 from decentjax.distributed.join import join, share
 from decentjax.distributed.place import PEERS, find_place, find_worker
 from decentjax.distributed.watch import watch
-from decentjax.placement import worker_mesh
+from decentjax.placement import AXIS, worker_mesh
 from decentjax.process import phases
 
 
@@ -182,7 +182,8 @@ def initialize_worker(
         provide_devices(job.local_id, num_devices)
     _check_devices(num_devices)
     phases.note(phases.STARTING)
-    mesh = worker_mesh(1, None, job.num_processes * num_devices)
+    devices = worker_mesh(1, None, job.num_processes * num_devices).devices
+    mesh = Mesh(devices.reshape(1, -1), (AXIS, "fsdp"))  # One device has the axis too.
     return Peer(range(worker, worker + 1), num_workers, mesh)
 
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import optax
 
 # - from jax.sharding import NamedSharding, PartitionSpec
-from decentjax import mean_model, methods, topology, wrap  # +
+from decentjax import mean_model, methods, topology, worker_mesh, wrap  # +
 
 x = jax.random.normal(jax.random.key(0), (8, 32, 4))  # 8 devices, 32 examples each
 y = jnp.sin(x.sum(-1, keepdims=True))
-mesh = jax.make_mesh((8,), ("workers",), (jax.sharding.AxisType.Auto,))
+# - mesh = jax.make_mesh((8,), ("workers",), (jax.sharding.AxisType.Auto,))
+mesh = worker_mesh(8)  # +
 a, b = jax.random.split(jax.random.key(1))
 params = {"a": jax.random.normal(a, (4, 16)), "b": jax.random.normal(b, (16, 1)) / 4}
 tx = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=4)

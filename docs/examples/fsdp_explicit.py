@@ -7,12 +7,12 @@ Lines that begin with `# -` are those of the data-parallel original, lines that 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from decentjax import mean_model, topology, wrap  # +
+from decentjax import mean_model, topology, worker_mesh, wrap  # +
 
 # - mesh = jax.make_mesh((4, 2), ("data", "fsdp"))
-mesh = jax.make_mesh((4, 2), ("workers", "fsdp"))  # +
+mesh = worker_mesh(4, None, 2).update(axis_types=(AxisType.Explicit,) * 2)  # +
 # - rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 rows = NamedSharding(mesh, PartitionSpec("workers", "fsdp"))  # +
 x = jax.random.normal(jax.random.key(0), (4, 64, 4))  # 4 workers, 64 examples each

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import optax
 
 # - from jax.sharding import NamedSharding, PartitionSpec
-from decentjax import mean_model, topology, wrap  # +
+from decentjax import mean_model, topology, worker_mesh, wrap  # +
 
 x = jax.random.normal(jax.random.key(0), (8, 64, 16))  # 8 devices, 64 examples each
 y = jnp.sin(x.sum(-1, keepdims=True) / 4)
-mesh = jax.make_mesh((8,), ("workers",), (jax.sharding.AxisType.Auto,))
+# - mesh = jax.make_mesh((8,), ("workers",), (jax.sharding.AxisType.Auto,))
+mesh = worker_mesh(8)  # +
 a, b, c = jax.random.split(jax.random.key(1), 3)
 tx = optax.sgd(0.1, momentum=0.9)
 

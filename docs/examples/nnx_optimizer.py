@@ -10,11 +10,12 @@ import optax
 from flax import nnx
 
 # - from jax.sharding import NamedSharding, PartitionSpec
-from decentjax import mean_model, topology, wrap  # +
+from decentjax import mean_model, topology, worker_mesh, wrap  # +
 
 x = jax.random.normal(jax.random.key(0), (8, 32, 4))  # 8 devices, 32 examples each
 y = jnp.sin(x.sum(-1, keepdims=True))
-mesh = jax.make_mesh((8,), ("workers",), (jax.sharding.AxisType.Auto,))
+# - mesh = jax.make_mesh((8,), ("workers",), (jax.sharding.AxisType.Auto,))
+mesh = worker_mesh(8)  # +
 rngs = nnx.Rngs(0)
 layers = nnx.Linear(4, 16, rngs=rngs), nnx.tanh, nnx.Linear(16, 1, rngs=rngs)
 model = nnx.Sequential(*layers)

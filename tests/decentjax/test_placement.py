@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -31,6 +32,7 @@ from decentjax import (
     wrap,
 )
 from decentjax.compression import error_feedback
+from decentjax.distributed.devices import node_mesh
 from decentjax.placement import (
     axis_of,
     local_workers,
@@ -102,6 +104,42 @@ def test_every_step_runs_over_an_axis_of_any_name(plan, named):
     wanted = trained(simulate(LOCAL, plan), plan=plan)
     got = trained(on_mesh(LOCAL, plan, mesh), mesh, plan)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def networks(mesh):
+    return [[device.slice_index for device in row] for row in slices_of(mesh)]
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        (1, [[0]] * 4 + [[1]] * 4),
+        (2, [[0, 0]] * 2 + [[1, 1]] * 2),
+        (4, [[0] * 4, [1] * 4]),
+        (8, [[0] * 4 + [1] * 4]),
+    ],
+)
+def test_a_worker_lies_in_one_node_if_it_fits(size, wanted, two_networks):
+    assert networks(worker_mesh(8 // size, devices_per_worker=size)) == wanted
+    assert networks(node_mesh(["host"], size)) == wanted
+    # One that is given keeps its order.
+    given = worker_mesh(8 // size, jax.devices(), size)
+    assert given.devices.ravel().tolist() == jax.devices()
+
+
+def test_meshes_of_two_nodes_train(two_networks):
+    """By `worker_mesh` or a hybrid mesh; jax.make_mesh raises, as in jobs of GPUs."""
+    with pytest.raises(ValueError, match="multi-slice topologies"):
+        jax.make_mesh((4, 2), (AXIS, "fsdp"))
+    hybrid = mesh_utils.create_hybrid_device_mesh((2, 2), (2, 1))
+    wanted = trained(simulate(LOCAL, RING))
+    for mesh in (
+        worker_mesh(4, devices_per_worker=2),
+        Mesh(hybrid, (AXIS, "fsdp"), axis_types=(AxisType.Explicit,) * 2),
+    ):
+        assert networks(mesh) == [[0, 0], [0, 0], [1, 1], [1, 1]]
+        got = trained(on_mesh(LOCAL, RING, mesh), mesh)
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 def test_encoded_messages_travel_over_it_too():
