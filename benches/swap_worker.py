@@ -24,7 +24,7 @@ from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.merging import receivers, senders
 from decentjax.links import Links, Piece, Said, Store
 from decentjax.mixing import Lowering, global_mean
-from train.config import DistributedConfig
+from train.config import DistributedConfig, WorkersConfig
 from train.job.distributed import start
 
 
@@ -43,7 +43,8 @@ class ExchangeWay(NamedTuple):
 
 
 def main(path: str, rounds: str, steps: str, *sizes: str) -> None:
-    start(DistributedConfig(enabled=True), int(os.environ["SLURM_NTASKS"]))
+    workers = WorkersConfig(num_workers=int(os.environ["SLURM_NTASKS"]))
+    start(DistributedConfig(enabled=True), workers)
     rows = [
         row for size in sizes for row in _rows(float(size), int(rounds), int(steps))
     ]

@@ -20,7 +20,7 @@ from decentjax.placement import local_workers
 from decentjax.updates import Adapt
 from train.cli.plain_console import PlainConsole
 from train.cli.tables import write_json
-from train.config import DistributedConfig
+from train.config import DistributedConfig, WorkersConfig
 from train.job.distributed import fail_stop, start
 from train.run.setup import Run, make_run
 
@@ -36,7 +36,7 @@ def main(options: str, port: str, rank: str) -> None:
     )
     # fail_stop outside: its peers would wait in a collective for one that has failed.
     with fail_stop(), explained():
-        start(job, bench.processes)
+        start(job, WorkersConfig(num_workers=bench.processes))
         seconds = measure(bench)
         write_json(bench.out / f"shared.{rank}.json", seconds)
 

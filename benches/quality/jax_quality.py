@@ -15,7 +15,7 @@ from benches.race.turns import serve
 from benches.runner import Runner, repeat
 from decentjax import worker_mesh
 from train.cli.load import load_config
-from train.config import DistributedConfig
+from train.config import DistributedConfig, WorkersConfig
 from train.data.batches import feed
 from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
@@ -30,7 +30,7 @@ JOB = DistributedConfig(enabled=True, step_deadline=120.0)
 
 def main() -> None:
     with fail_stop():
-        start(JOB, int(os.environ["WORLD_SIZE"]))
+        start(JOB, WorkersConfig(num_workers=int(os.environ["WORLD_SIZE"])))
         serve(Connection(0), _runner)
 
 

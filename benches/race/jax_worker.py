@@ -35,7 +35,7 @@ from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.merging import neighbors, receivers, senders
 from decentjax.links import Links, Piece, Said
 from decentjax.placement import local_workers
-from train.config import DistributedConfig
+from train.config import DistributedConfig, WorkersConfig
 from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
 
@@ -49,7 +49,8 @@ def main() -> None:
     # A worker that fails ends at once, which closes its connection to the driver.
     with fail_stop():
         job = DistributedConfig(enabled=True, step_deadline=120.0)
-        start(job, num_workers, devices_per_worker=devices)
+        workers = WorkersConfig(num_workers=num_workers, devices_per_worker=devices)
+        start(job, workers)
         serve(Connection(0), _runner)
 
 

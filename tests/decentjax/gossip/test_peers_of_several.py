@@ -17,6 +17,7 @@ SCRIPT = "tests/peers_of_several.py"
 def launch(folder, workers, processes, *arguments, **env):
     command = ["-m", "decentjax", "launch", "--workers", str(workers)]
     command += ["--processes-per-worker", str(processes), "--elastic"]
+    command += ["--max-restarts", "1"]
     command += [SCRIPT, str(folder / "book"), *arguments]
     done = subprocess.run(
         [sys.executable, *command],
