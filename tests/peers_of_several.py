@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import distributed, gossip, local_update, methods, simulate, topology
 
-WIDTH, STEPS = 24, 20
+WIDTH, STEPS = 48, 20
 
 
 def loss_fn(params, model_state, batch, key):
