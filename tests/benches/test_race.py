@@ -200,6 +200,8 @@ def test_contestants_have_the_names_that_only_matches():
     assert [str(x) for x in found] == [*first, *ours, *last, *theirs]
     assert {x.team for x in found[-4:]} == {"torch"}
     assert {x.team for x in found[:-4]} == {"jax"}
+    late = [str(x) for x in found if x.is_delayed]
+    assert late == [first[1], f"{kinds[2]}: {graphs[0]}", last[1], theirs[0]]
     alone = [str(x) for x in all_contestants(workers_per_node=1, peers=True)]
     assert "in the step: one-peer exponential" in alone
     assert alone[-8:-5] == list(OURS[-3:])
