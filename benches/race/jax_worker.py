@@ -63,7 +63,7 @@ def main() -> None:
 def make_runner(load: Load, contestant: Contestant) -> Runner:
     """Returns the runner of a contestant, in a process of a worker."""
     scheme, each = contestant.scheme, check_per_worker()
-    rank, count, per_node = (
+    worker, count, per_node = (
         int(os.environ[x]) // each for x in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     )
     num_workers = 1 if scheme == Scheme.COMPUTE else count
@@ -82,7 +82,7 @@ def make_runner(load: Load, contestant: Contestant) -> Runner:
     if scheme == Scheme.EXCHANGE:
         return _exchange(graph, mesh, state.params, load.model_bytes)
     if scheme in BY_PEERS:
-        party = gossip.PeerProcess(book, [rank], mesh, bind=ADDRESS)
+        party = gossip.PeerProcess(book, [worker], mesh, bind=ADDRESS)
     if scheme == Scheme.PEERS_EXCHANGE:
         return _exchange_by_peers(graph, state.params, party)
     local = local_update(_loss_fn, optimizer)
