@@ -422,8 +422,8 @@ class Connections:
 
     def _lose(self, peer: int) -> None:
         with self.bell.lock:
-            self._job.lost(peer)
             known = self._peers[peer]
+            self._job.lost(peer, known.left_life == known.last_life != 0)
             if not known.life:
                 self._drop_for({peer})
             self.bell.ring()

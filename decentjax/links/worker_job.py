@@ -77,8 +77,9 @@ class OneProcess:
             self.floors[peer] = step + 1
         self.inbox.meet(peer)
 
-    def lost(self, peer: int) -> None:
-        """A process of a peer has ended, or is silent."""
+    def lost(self, peer: int, has_left: bool = False) -> None:
+        """A process of a peer has ended, or is silent; or has left regularly."""
+        del has_left
         self.inbox.lose(peer)
 
     def came(self, key: Key, message: Message) -> None:
@@ -210,8 +211,8 @@ class Leader(_Several):
     def met(self, peer: int, life: int, step: int) -> None:
         self._on_met(0, peer, life, step)
 
-    def lost(self, peer: int) -> None:
-        self._on_lost(0, peer)
+    def lost(self, peer: int, has_left: bool = False) -> None:
+        self._on_lost(0, peer, has_left)
 
     def came(self, key: Key, message: Message) -> None:
         self._kept[key], self._saids[key] = message.arrays, message.said
@@ -287,9 +288,11 @@ class Leader(_Several):
             one = self._edges.pop(edge)
             self._drop({*one.whole, *(Key(edge, one.life, n) for n in one.came)})
 
-    def _on_lost(self, number: int, peer: int) -> None:
+    def _on_lost(self, number: int, peer: int, has_left: bool) -> None:
         self._met[peer].discard(number)
-        self.inbox.lose(peer)
+        # The last messages of one that leaves may still come to the other processes.
+        if not (has_left and self._met[peer]):
+            self.inbox.lose(peer)
 
     def _on_came(self, number: int, key: Key) -> None:
         """Takes a message into the inbox once all processes have it."""
@@ -364,8 +367,8 @@ class Follower(_Several):
     def met(self, peer: int, life: int, step: int) -> None:
         self.report("met", peer, life, step)
 
-    def lost(self, peer: int) -> None:
-        self.report("lost", peer)
+    def lost(self, peer: int, has_left: bool = False) -> None:
+        self.report("lost", peer, has_left)
 
     def came(self, key: Key, message: Message) -> None:
         # A leader that drops nothing is frozen: then this process reads no more.

@@ -187,6 +187,20 @@ def test_a_peer_is_met_once_all_its_processes_are_and_lost_with_any():
         assert crew.kept() == [0, 0]
 
 
+def test_the_last_message_of_a_peer_that_leaves_is_awaited_at_all_processes():
+    with crew_of(2) as crew:
+        inbox = crew.processes[0].inbox
+        crew.met(7)
+        crew.came(0, 7, 0)
+        crew.processes[0].lost(1, has_left=True)
+        crew.all("gather", "")
+        assert inbox.alive == {1}
+        crew.came(1, 7, 0)
+        crew.processes[1].lost(1, has_left=True)
+        assert [len(own) for own in crew.take()] == [1, 1]
+        assert (inbox.alive, inbox.lost) == (set(), {1})
+
+
 def test_answers_errors_and_texts_are_of_all():
     with crew_of(3) as crew:
         assert crew.all("agree", "x", lambda: {2, 1}) == [{1, 2}] * 3
