@@ -108,7 +108,7 @@ def test_the_entry_of_another_process_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(connections, "KEEP_SECONDS", 0.0)
     with links_of(tmp_path, 0):
         (tmp_path / "worker-0").write_text("127.0.0.1:1 7")
-        time.sleep(5 * links.TEND_SECONDS)
+        time.sleep(5 * connections.TEND_SECONDS)
         assert (tmp_path / "worker-0").read_text() == "127.0.0.1:1 7"
 
 
