@@ -202,8 +202,8 @@ class Leader(_Several):
         self._members = members
         # Of each peer, the life that each process of this worker has met.
         self._met = collections.defaultdict[int, dict[int, int]](dict)
-        self._begun = set[tuple[int, int]]()
-        self._new = set[int]()  # Peers of which no life was met before.
+        self._begun = set[tuple[int, int]]()  # Peers and their lives so far.
+        self._new = set[int]()  # Peers whose life not all have met yet.
         self._edges = dict[Edge, _Edge]()
         self._saids = dict[Key, Said]()
         self._texts = [collections.deque[str]() for _ in members]
