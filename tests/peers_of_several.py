@@ -55,7 +55,8 @@ def main(book: str, name: str, how: str = "") -> None:
     w = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / 8
     is_other = how == "other" and workers[0] == party.process == 1
     model = {"b": jnp.full(WIDTH, float(is_other)), "w": w}
-    more, used = {"patience": float("inf")}, list[gossip.MergeRecord]()
+    more = {"patience": 2.0 if how in ("other", "uneven") else float("inf")}
+    used = list[gossip.MergeRecord]()
     if name == "quorum":
         more = {"merge": gossip.Quorum(2, guard=gossip.Guard(100.0)), "patience": 0.05}
     with gossip.Peers(local, plan, party, used=used.append, **more) as step:
