@@ -224,7 +224,9 @@ def _elastic(
             row.injected += 1
             row.broken += [hit.broken] if hit.broken else []
             row.measured = members.worst([x for x in hits if x.what == hit.what])
-            print(f"{row.fault}: {row.verdict}, after {hit.back:.1f} s", flush=True)
+            where = f"worker {hit.worker}, processes {hit.processes}"
+            print(f"{row.fault}: {row.verdict}; {where}; {members.worst([hit])}")
+            sys.stdout.flush()
     except BrokenError as error:
         whole.broken.append(str(error))
     whole.injected = 1

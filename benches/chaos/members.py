@@ -281,7 +281,8 @@ class _Fault:
             rows = [(t, row) for t, row in life if at < t < back]
             times = [at, *(t for t, row in rows if "loss" in row), back]
             gaps += np.diff(times).tolist()
-            away = (t for t, x in rows if self._target not in x.get("alive", self._all))
+            alive = ((t, row["alive"]) for t, row in rows if "alive" in row)
+            away = (t for t, others in alive if self._target not in others)
             knew += [next(away, math.inf) - at]
         return max(gaps), max(knew) if self._name == "kill" else math.nan
 
