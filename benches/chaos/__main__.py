@@ -153,8 +153,8 @@ def _bench(chaos: Chaos, fields: list[str], nodes: Nodes) -> Bench:
         f"--log.consensus-every-steps {chaos.steps}"
     )
     config = [str(chaos.config), *options.split(), *fields]
-    each = chaos.processes_per_worker
-    bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes, each)
+    bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes)
+    bench = bench._replace(each=chaos.processes_per_worker)
     try:
         with bench.launch("reference") as job:
             job.end(0)

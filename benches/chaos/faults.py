@@ -48,8 +48,8 @@ class Bench(NamedTuple):
       num_steps: steps of a job.
       out: folder for runs and logs.
       nodes: nodes of the emulated cluster, one for each worker.
-      each: number of processes of each worker.
       wanted: what an undisturbed job saves at its end: its step, and a hash.
+      each: number of processes of each worker.
     """
 
     config: Sequence[str]
@@ -57,8 +57,8 @@ class Bench(NamedTuple):
     num_steps: int
     out: Path
     nodes: Nodes
-    each: int = 1
     wanted: tuple[int, str] | None = None
+    each: int = 1
 
     @property
     def workers(self) -> range:

@@ -168,10 +168,10 @@ def check_whole(folder: Path, bench: Bench) -> None:
             for number in _processes(bench, worker)
         )
         for number, other in enumerate(others, 1):
-            both = sorted(first.keys() & other.keys())
+            both = first.keys() & other.keys()
             if not both or not all(first.values()):
                 raise BrokenError(f"worker {worker} has no whole leaf to compare")
-            if split := [step for _, step in both if first[_, step] != other[_, step]]:
+            if split := [key for key in both if first[key] != other[key]]:
                 raise BrokenError(
                     f"worker {worker} is split: process {number} has another model "
                     f"than process 0 after {len(split)} of {len(both)} steps"
