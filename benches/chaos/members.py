@@ -243,10 +243,15 @@ class _Fault:
     def _wrong(self, output: str) -> str:
         """How the process did not end, or was not named, as promised."""
         ends = [how for number, how in ends_in(output) if number in self._all]
-        wanted = {"kill": KILLED, "stuck": ENDS_OF_HANGS[self._hang]}.get(self._name)
-        if (first := next(iter(ends), None)) != wanted:
-            return f"it ended {first}, not {wanted}"
-        is_named = f"process {self._hit[0]} is late: " in output
+        ends_of = {"kill": [KILLED], "stuck": [ENDS_OF_HANGS[self._hang]]}
+        wanted, number = ends_of.get(self._name, [None]), self._hit[0]
+        if self._each > 1:
+            # Its own job gives it up too, and numbers the processes of the worker.
+            number %= self._each
+            wanted += [IS_LATE] if self._name == "stuck" else []
+        if (first := next(iter(ends), None)) not in wanted:
+            return f"it ended {first}, not {wanted[0]}"
+        is_named = f"process {number} is late: " in output
         if self._name == "stuck" and self._hang == "asleep" and not is_named:
             return "it was not named"
         return ""
