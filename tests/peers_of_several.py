@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax import distributed, gossip, local_update, methods, simulate, topology
 
-WIDTH, STEPS = 24, 20
+WIDTH, STEPS = 48, 20
 
 
 def loss_fn(params, model_state, batch, key):
@@ -80,6 +80,7 @@ def main(book: str, name: str, how: str = "") -> None:
         own = jax.tree.map(lambda x: np.asarray(x)[workers[0]][None], wanted.params)
         far = max(
             float(np.abs(np.asarray(shard.data) - x[shard.index]).max())
+            / max(1.0, float(np.abs(x).max()))
             for x, mine in zip(*map(jax.tree.leaves, (own, got)), strict=True)
             for shard in mine.addressable_shards
         )

@@ -147,7 +147,6 @@ def own_options() -> argparse.ArgumentParser:
     add(
         "--processes-per-worker",
         type=int,
-        default=1,
         metavar="P",
         help="Each worker is P processes, over which it shards its model; default: 1. "
         "Of peers they end and start again together.",
@@ -257,10 +256,11 @@ def is_config(target: str) -> bool:
 
 def check(options: argparse.Namespace) -> None:
     """Completes the numbers of processes; raises a ValueError if options do not fit."""
-    each = options.processes_per_worker
     for name in ("processes", "workers", "processes_per_worker"):
         if (count := getattr(options, name)) is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    options.is_per_worker = options.processes_per_worker is not None
+    each = options.processes_per_worker = options.processes_per_worker or 1
     if options.workers is not None:
         options.processes = options.workers * each
     if not options.grace > 0:
@@ -387,7 +387,7 @@ def fields_of(options: argparse.Namespace) -> list[str]:
     each, fields = options.processes_per_worker, []
     if options.workers is not None:
         fields += ["--workers.num-workers", str(options.places // each)]
-    if each > 1:
+    if options.is_per_worker:
         fields += ["--workers.processes-per-worker", str(each)]
     return fields
 

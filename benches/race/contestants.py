@@ -38,13 +38,16 @@ class GraphName(StrEnum):
     COMPLETE = "complete"
 
 
-WORKER = {kind: f"benches.race.{kind}_worker" for kind in ("jax", "torch")}
+WORKER = {kind: f"benches.race.{kind}_worker" for kind in ("jax", "peer", "torch")}
 # Schemes whose workers run torch; all others run jax.
 TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
 # Schemes that exchange models without collectives: permutations of single workers.
 BY_PEERS = (Scheme.PEERS_EXCHANGE, Scheme.PEERS, Scheme.NO_WAIT)
 # Schemes whose workers may be slices of a mesh.
-IN_SLICES = Scheme.COMPUTE, Scheme.IN_STEP, Scheme.BACKGROUND, Scheme.PEERS
+IN_SLICES = (
+    *(Scheme.COMPUTE, Scheme.ALL_REDUCE),
+    *(Scheme.IN_STEP, Scheme.BACKGROUND, Scheme.PEERS),
+)
 # Decent-DP's names of the graphs that it has.
 DECENT_DP_GRAPHS = {
     GraphName.RING: "ring",
@@ -71,6 +74,15 @@ class Contestant(NamedTuple):
     def team(self) -> str:
         """The kind of worker that runs it, "jax" or "torch"."""
         return "torch" if self.scheme in TORCH else "jax"
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether it also runs with a straggler."""
+        if self.graph is None:
+            return self.scheme in (Scheme.ALL_REDUCE, Scheme.DDP)
+        # Each a graph that Decent-DP has too, so that both are delayed.
+        on_graph = (Scheme.BACKGROUND, Scheme.NO_WAIT, Scheme.DECENT_DP)
+        return self.scheme in on_graph and self.graph in (GraphName.RING, GraphName.AER)
 
     @property
     def is_gossip(self) -> bool:
@@ -123,15 +135,6 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
         theirs = [graph for graph in graphs if graph in DECENT_DP_GRAPHS]
         found += [Contestant(Scheme.DECENT_DP, graph) for graph in theirs]
     return found
-
-
-def delayed(workers_per_node: int) -> list[Contestant]:
-    """Returns the contestants that also run with a straggler."""
-    # Each a graph that Decent-DP has too, so that both are delayed.
-    graph = GraphName.RING if workers_per_node == 1 else GraphName.AER
-    alone = [Contestant(Scheme.ALL_REDUCE), Contestant(Scheme.DDP)]
-    on_graph = (Scheme.BACKGROUND, Scheme.NO_WAIT, Scheme.DECENT_DP)
-    return alone + [Contestant(scheme, graph) for scheme in on_graph]
 
 
 def graph_of(graph: GraphName | None, num_workers: int, per_node: int) -> Topology:

@@ -31,6 +31,7 @@ from decentjax import (
     place,
     worker_mesh,
 )
+from decentjax.distributed.place import check_per_worker
 from decentjax.gossip.lowerings import fastest_mixes
 from decentjax.gossip.merging import neighbors, receivers, senders
 from decentjax.links import Links, Piece, Said
@@ -40,28 +41,40 @@ from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
 
 ADDRESS = socket.gethostname()  # The node's name on the cluster's network.
+STEP_DEADLINE = 120.0  # Seconds.
 # A card that sends less is at rest: a few packets of processes that keep in touch.
 REST_BYTES, REST_SECONDS = 2**15, 0.1
 
 
 def main() -> None:
-    num_workers, devices = int(os.environ["WORLD_SIZE"]), _devices()
+    each = check_per_worker()
     # A worker that fails ends at once, which closes its connection to the driver.
     with fail_stop():
-        job = DistributedConfig(enabled=True, step_deadline=120.0)
-        workers = WorkersConfig(num_workers=num_workers, devices_per_worker=devices)
+        job = DistributedConfig(enabled=True, step_deadline=STEP_DEADLINE)
+        workers = WorkersConfig(
+            num_workers=int(os.environ["WORLD_SIZE"]) // each,
+            devices_per_worker=devices_per_worker(),
+            processes_per_worker=each,
+        )
         start(job, workers)
-        serve(Connection(0), _runner)
+        serve(Connection(0), make_runner)
 
 
-def _runner(load: Load, contestant: Contestant) -> Runner:
-    scheme, per_node = contestant.scheme, int(os.environ["LOCAL_WORLD_SIZE"])
-    num_workers = 1 if scheme == Scheme.COMPUTE else jax.process_count()
-    # Compute alone is a mesh of one worker in each process: nothing is sent. Peers have
-    # such a mesh too, as no program of theirs spans processes.
+def make_runner(load: Load, contestant: Contestant) -> Runner:
+    """Returns the runner of a contestant, in a process of a worker."""
+    scheme, each = contestant.scheme, check_per_worker()
+    worker, count, per_node = (
+        int(os.environ[x]) // each for x in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
+    num_workers = 1 if scheme == Scheme.COMPUTE else count
+    # Compute alone is a mesh of each worker: nothing is sent between them. Peers have
+    # such a mesh too, as no program of theirs spans workers.
     alone = num_workers == 1 or scheme in BY_PEERS
-    own = jax.local_devices() if alone else None
-    mesh = worker_mesh(1 if alone else num_workers, own, _devices())
+    first = jax.process_index() // each * each
+    of_worker = range(first, first + each)
+    own = [device for device in jax.devices() if device.process_index in of_worker]
+    devices = own if alone else None
+    mesh = worker_mesh(1 if alone else num_workers, devices, devices_per_worker())
     graph = graph_of(contestant.graph, num_workers, per_node)
     optimizer = optax.adam(1e-4)
     state, batch = _start(load, optimizer, mesh)
@@ -69,7 +82,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     if scheme == Scheme.EXCHANGE:
         return _exchange(graph, mesh, state.params, load.model_bytes)
     if scheme in BY_PEERS:
-        party = gossip.PeerProcess(book, [jax.process_index()], mesh, bind=ADDRESS)
+        party = gossip.PeerProcess(book, [worker], mesh, bind=ADDRESS)
     if scheme == Scheme.PEERS_EXCHANGE:
         return _exchange_by_peers(graph, state.params, party)
     local = local_update(_loss_fn, optimizer)
@@ -181,7 +194,8 @@ def _placed(tree: Any, dim: int, mesh: Mesh) -> Any:
     return jax.tree.map(put, tree)
 
 
-def _devices() -> int:
+def devices_per_worker() -> int:
+    """Returns the number of devices of each worker, over all of its processes."""
     return int(os.environ.get("DEVICES_PER_WORKER", "1"))
 
 

@@ -16,11 +16,11 @@ from benches.race.contestants import (
     IN_SLICES,
     WORKER,
     Contestant,
+    Scheme,
     all_contestants,
-    delayed,
 )
 from benches.race.race_figure import draw_race
-from benches.race.race_report import Timing, bars, table
+from benches.race.race_report import Timing, bars, size, table
 from benches.race.team import Team, cluster_name, measure_in, parse_cluster
 from benches.race.turns import Load, WorkerTurn
 from benches.results import check_at_least, check_pattern, write_results
@@ -47,7 +47,8 @@ class Race:
     Example: `decentjax bench race --clusters 4x1 --rounds 3`.
 
     Args:
-      clusters: emulated clusters, each as NODESxWORKERS_PER_NODE.
+      clusters: emulated clusters, each as NODESxWORKERS_PER_NODE, or with a third
+        number, of the processes over which each worker divides its devices.
       rate: rate of each node's link, as for `decentjax emulate`.
       work: load of each worker.
       rounds: number of turns of each contestant.
@@ -73,7 +74,12 @@ class Race:
     def __post_init__(self):
         check_at_least(self, rounds=1, steps=1, straggler=0, devices=1)
         for name in self.clusters:
-            parse_cluster(name, self.rate)
+            each = parse_cluster(name, self.rate).processes_per_worker
+            if self.devices % each:
+                raise ValueError(
+                    f"devices = {self.devices} of a worker must be a multiple of its "
+                    f"{each} processes in {name}"
+                )
         check_pattern(self.only)
         if self.work.width % self.devices or self.work.batch % self.devices:
             raise ValueError(
@@ -113,8 +119,10 @@ def select(race: Race, cluster: EmulatedCluster, rivals: bool) -> list[Contestan
       ValueError: if `race.only` matches none.
     """
     name = cluster_name(cluster)
-    every = all_contestants(cluster.workers_per_node, rivals)
-    if race.devices > 1:
+    # Slices race on graphs of single workers, on which peers exchange.
+    in_slices = race.devices > 1
+    every = all_contestants(1 if in_slices else cluster.workers_per_node, rivals)
+    if in_slices:
         every = [x for x in every if x.scheme in IN_SLICES]
     possible = [x for x in every if x.exists(cluster.nodes)]
     left_out = ", ".join(str(x) for x in every if x not in possible)
@@ -146,18 +154,17 @@ def run(
     env = {"DEVICES_PER_WORKER": str(race.devices)}
     teams = {
         kind: Team(WORKER[kind], race.work, race.out, cluster, nodes, env)
-        for kind in {x.team for x in contestants}
+        for kind in {_team(x, cluster) for x in contestants}
     }
     turns = list(contestants)
     if race.straggler:
-        late = [x for x in delayed(cluster.workers_per_node) if x in contestants]
-        turns += [x._replace(straggler=True) for x in late]
+        turns += [x._replace(straggler=True) for x in contestants if x.is_delayed]
     # Those with a straggler come after the others, so their programs are compiled.
     rounds: dict[Contestant, list[float]] = {x: [] for x in turns}
-    size = f"{cluster.nodes} nodes x {cluster.workers_per_node}"
     console = PlainConsole(soft_wrap=True, highlight=False)
     for number in range(race.rounds):
-        title = f"{size}, round {number + 1} of {race.rounds}"
+        place = f"round {number + 1} of {race.rounds}"
+        title = f"{size(cluster, race.devices)}, {place}"
         if not console.is_terminal:
             console.print(title)
         for contestant in over(turns, title, console):
@@ -167,10 +174,16 @@ def run(
             # The delay is the turn's: with and without it the same program runs.
             method = contestant._replace(straggler=False)
             turn = WorkerTurn(method, warmup, race.steps, delay)
-            rounds[contestant].append(teams[contestant.team].take(turn))
+            rounds[contestant].append(teams[_team(method, cluster)].take(turn))
     for team in teams.values():
         team.close()
     return [Timing(*each) for each in rounds.items()]
+
+
+def _team(contestant: Contestant, cluster: EmulatedCluster) -> str:
+    # Peers of several processes are jobs of their own; all others share one.
+    is_job = contestant.scheme == Scheme.PEERS and cluster.processes_per_worker > 1
+    return "peer" if is_job else contestant.team
 
 
 def _write(race: Race, results: Results) -> str:
@@ -180,16 +193,12 @@ def _write(race: Race, results: Results) -> str:
         ]
         for cluster, timings in results
     }
-    # As "4 nodes x 2 workers, 200mbit".
-    each = f" of {race.devices} devices" if race.devices > 1 else ""
     drawn = {
-        f"{cluster_name(x).replace('x', ' nodes x ')} workers{each}, {x.rate}": bars(
-            x, timings, race.work.model_bytes
-        )
+        f"{size(x, race.devices)}, {x.rate}": bars(x, timings, race.work.model_bytes)
         for x, timings in results
     }
-    size, late, count = race.work.model_bytes, race.straggler, race.devices
-    tables = (table(*x, size, late, count) for x in results)
+    fixed = race.work.model_bytes, race.straggler, race.devices
+    tables = (table(*x, *fixed) for x in results)
     facts = {"race": race, "clusters": rounds}
     text = "\n\n".join(tables)
     return write_results(race.out, "race", facts, text, to_svg(draw_race(drawn)))

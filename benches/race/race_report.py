@@ -50,6 +50,14 @@ def link_seconds(
     return max(map(sum, zip(*sent, strict=True))) / len(sent) / rate
 
 
+def size(cluster: EmulatedCluster, devices: int) -> str:
+    """Returns the size of a cluster, such as "4 nodes x 1 of 2 devices"."""
+    each = cluster.processes_per_worker
+    of = f" of {devices} devices" if devices > 1 else ""
+    split = f" in {each} processes" if each > 1 else ""
+    return f"{cluster.nodes} nodes x {cluster.workers_per_node}{of}{split}"
+
+
 def table(
     cluster: EmulatedCluster,
     timings: list[Timing],
@@ -91,9 +99,8 @@ def table(
                 *(f"{timing.seconds / x:.2f}" if x else "" for x in references),
             ]
         )
-    size = f" of {devices} devices" if devices > 1 else ""
     head = [
-        f"{cluster.nodes} nodes x {cluster.workers_per_node}{size}, {cluster.rate}",
+        f"{size(cluster, devices)}, {cluster.rate}",
         "s/step (of the rounds)",
         "/ limit",
         "/ bytes over rate",

@@ -24,20 +24,32 @@ T = TypeVar("T")
 def parse_cluster(name: str, rate: str) -> EmulatedCluster:
     """Returns the emulated cluster NODESxWORKERS_PER_NODE, with links of that rate.
 
+    A third number is that of the processes of each worker.
+
     Raises:
       ValueError: if the name or the rate is written in another way.
     """
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
-        raise ValueError(f"a cluster is written as 4x2, got {name!r}")
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", name):
+        raise ValueError(
+            "a cluster is written as 4x2, or 4x2x2 for workers of two processes, got "
+            f"{name!r}"
+        )
     if parse_rate(rate) is None:
         raise ValueError(f"a bench of clusters needs a rate, such as 200mbit: {rate!r}")
-    nodes, workers_per_node = map(int, name.split("x"))
-    return EmulatedCluster(nodes=nodes, workers_per_node=workers_per_node, rate=rate)
+    nodes, per_node, *processes = map(int, name.split("x"))
+    return EmulatedCluster(
+        nodes=nodes,
+        workers_per_node=per_node,
+        processes_per_worker=processes[0] if processes else 1,
+        rate=rate,
+    )
 
 
 def cluster_name(cluster: EmulatedCluster) -> str:
     """Returns what `parse_cluster` takes."""
-    return f"{cluster.nodes}x{cluster.workers_per_node}"
+    each = cluster.processes_per_worker
+    of = f"x{each}" if each > 1 else ""
+    return f"{cluster.nodes}x{cluster.workers_per_node}{of}"
 
 
 def measure_in(cluster: EmulatedCluster, measure: Callable[[Nodes], T]) -> T:
@@ -62,7 +74,7 @@ def measure_in(cluster: EmulatedCluster, measure: Callable[[Nodes], T]) -> T:
 
 
 class Team:
-    """The workers of one kind, one process each, alive for all rounds.
+    """The processes of one kind of worker, alive for all rounds.
 
     Args:
       module: module of a worker, whose last part is its kind; it calls `serve`.
@@ -91,8 +103,7 @@ class Team:
         # Kept over all turns, as epoll then holds events in the order of their arrival.
         self._selector = selectors.DefaultSelector()
         argv = [sys.executable, "-m", "decentjax", module]
-        for rank in range(cluster.num_workers):
-            process = nodes.worker(rank, argv)
+        for rank, process in enumerate(nodes.processes(argv)):
             log = out / f"{self._kind}.{cluster_name(cluster)}.{rank}.txt"
             ours, theirs = Pipe()
             ours.send(load)
@@ -119,14 +130,14 @@ class Team:
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def take(self, turn: WorkerTurn) -> float:
-        """Returns the mean seconds of a step, over steps and workers; see `times`."""
+        """Returns the mean seconds of a step, over steps and processes; see `times`."""
         return fmean(x.seconds for steps in self.times(turn) for x in steps)
 
     def times(self, turn: WorkerTurn) -> list[list[StepTime]]:
-        """Returns the measured steps of each worker, [N][T].
+        """Returns the measured steps of each process, [N][T].
 
         Raises:
-          SystemExit: if a worker dies; the others end with the cluster.
+          SystemExit: if a process dies; the others end with the cluster.
         """
         for worker in self._workers:
             # The selector reports a worker that has died.

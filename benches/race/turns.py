@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benches.runner import Runner
+from decentjax.distributed.place import check_per_worker
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,8 @@ def serve(driver: Connection, make: Callable[[Any, Any], Runner]) -> None:
       make: function of the team's load and a contestant that builds its runner, at its
         first turn.
     """
-    rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    each = check_per_worker()
+    worker, num_workers = (int(os.environ[x]) // each for x in ("RANK", "WORLD_SIZE"))
     load = driver.recv()
     runners: dict[Hashable, Runner] = {}
     # The connection closes with the process, not here: a worker that fails because its
@@ -121,15 +123,15 @@ def serve(driver: Connection, make: Callable[[Any, Any], Runner]) -> None:
             if turn.contestant not in runners:
                 runners[turn.contestant] = make(load, turn.contestant)
             runner = runners[turn.contestant]
-            driver.send(_take(turn, runner, rank, num_workers))
+            driver.send(_take(turn, runner, worker, num_workers))
 
 
 def _take(
-    turn: WorkerTurn, runner: Runner, rank: int, num_workers: int
+    turn: WorkerTurn, runner: Runner, worker: int, num_workers: int
 ) -> list[StepTime]:
     """The measured steps."""
     times = []
-    for delay in turn.delays(num_workers)[:, rank].tolist():
+    for delay in turn.delays(num_workers)[:, worker].tolist():
         start = time.monotonic()
         if delay + turn.pause:
             time.sleep(delay + turn.pause)

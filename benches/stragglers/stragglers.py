@@ -86,7 +86,7 @@ class Stragglers:
         check_at_least(self, pause=0, delay=0, slow=1, rounds=1, steps=1)
         for name in self.clusters:
             cluster = parse_cluster(name, self.rate)
-            if cluster.workers_per_node > 1 or cluster.nodes < 2:
+            if cluster.num_processes > cluster.nodes or cluster.nodes < 2:
                 raise ValueError(
                     "stragglers need at least two nodes of one worker, such as 4x1, "
                     f"got {name!r}"

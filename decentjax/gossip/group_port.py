@@ -150,7 +150,7 @@ class GroupPort(PartyPort):
         """Offers the models of a step, which may still be computing."""
         del group
         own, count = self.rows(list(leaves.values())), self._groups.num_workers
-        self.links.check_first_models()
+        self.links.check()
         offered = {i: offered_by(i, count, step, rows) for i, rows in own.items()}
         with self._changed:
             first = self._offered is None

@@ -170,8 +170,8 @@ class Arrived(Way):
     ) -> tuple[MergeRecord, Models]:
         taken, models = [], {(worker, step): own}
         for peer, _ in senders(self._topology[step], worker):
-            message = self._links.wait(worker, peer, group, step, deadline)
-            if message is not None and message.said.step > self._links.floor(peer):
+            how = worker, peer, group, step, deadline
+            if message := self._links.wait(*how, is_model=True):
                 taken.append(Taken(peer, message.said.step, step))
                 models[peer, message.said.step] = message.arrays
                 self.heard(message.said)
@@ -225,7 +225,9 @@ class Swaps(Way):
             if swap.life != life:
                 # Swaps with the previous process may be lost.
                 swap = self._swaps[worker, group][peer] = _Swap(life)
-            if life and swap.sent is None:
+            # Else nothing is sent.
+            is_met = life and peer in self._links.met
+            if is_met and swap.sent is None:
                 swap.sent, swap.step = own, step
                 said = Said(step, swap.number)
                 self._links.publish(worker, peer, group, own, said)

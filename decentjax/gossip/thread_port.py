@@ -269,6 +269,9 @@ def from_lanes(rows: list[Any], like: Any) -> Any:
       rows: trees of arrays, as `in_lanes` returns them.
       like: stacked arrays with their shapes and shardings.
     """
+    part, whole = (jax.tree.leaves(x)[0].sharding for x in (rows[0], like))
+    if part.num_devices == whole.num_devices:  # Workers of one device.
+        return rows[0]
     return jax.tree.map(lambda x, *parts: _whole(x, parts), like, *rows)
 
 
@@ -283,7 +286,5 @@ def _lane(x: jax.Array, lane: Mesh) -> jax.Array:
 
 
 def _whole(like: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
-    if parts[0].sharding.num_devices == like.sharding.num_devices:
-        return parts[0]
     shards = [shard.data for part in parts for shard in part.addressable_shards]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)

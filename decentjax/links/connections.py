@@ -106,7 +106,7 @@ class Connections:
         try:
             # A number that identifies this start of the worker.
             self._job, self._life = join_worker(
-                party, self._inbox, self.bell, tls, self._has_seen
+                party, self._inbox, self.bell, self._has_seen
             )
         except BaseException:
             self._server.close()
@@ -132,7 +132,7 @@ class Connections:
             self._job.close()
             self._server.close()
             raise
-        self._outbox = Outbox(self._channels)
+        self._outbox = Outbox(self._channels, party.num_processes > 1)
         self._begin()
 
     def _begin(self) -> None:
@@ -183,6 +183,8 @@ class Connections:
                 self.refused[peer] = why
             case "silent", ():
                 self._was_silent = True
+            case "met", (int(peer),):
+                self.refused.pop(peer, None)
 
     def _box(self, worker: int, peer: int) -> Mailbox:
         return self._outbox.box(worker, self._peers[peer].guest)
@@ -319,7 +321,7 @@ class Connections:
             known.life = 0 if is_gone else known.life
             known.call, known.is_asked, known.has_ended = None, False, True
             known.looks_at = min(known.looks_at, time.monotonic() + known.pause)
-            if known.guest >= 0 or peer in self.refused:
+            if known.guest >= 0 or refusal:
                 self._lose(peer)
             self.bell.ring()
 
@@ -357,7 +359,6 @@ class Connections:
             known.life = known.last_life = host.life
             known.call, known.is_asked, known.has_ended = connection, False, True
             known.since, known.pause = time.monotonic(), LOOK_UP_SECONDS
-            self.refused.pop(peer, None)
             self._left.discard(peer)
             self._job.met(peer, host.life, host.step)
             self.bell.ring()
@@ -422,8 +423,8 @@ class Connections:
 
     def _lose(self, peer: int) -> None:
         with self.bell.lock:
-            self._job.lost(peer)
             known = self._peers[peer]
+            self._job.lost(peer, known.left_life == known.last_life != 0)
             if not known.life:
                 self._drop_for({peer})
             self.bell.ring()

@@ -117,13 +117,13 @@ def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
     if not _are_equal(proof, mac):
         raise RefusedError(NO_SECRET)
     found = _words(_read_host, answer)
-    if question.worker not in (ANY, found.worker):
-        raise RefusedError(f"it is worker {found.worker}")
     if found.processes != question.processes:
         raise RefusedError(
             f"its worker has {found.processes} processes, and this one "
             f"{question.processes}: start all workers with as many"
         )
+    if question.worker not in (ANY, found.worker):
+        raise RefusedError(f"it is worker {found.worker}")
     if question.worker != ANY and found.process != question.process:
         raise RefusedError(f"it is process {found.process} of its worker")
     if found.digest != question.digest:

@@ -23,6 +23,7 @@ import jax
 from decentjax._core.fingerprint import ADVICE
 from decentjax.links.connections import Connections
 from decentjax.links.inbox import Edge, Message, Said, run
+from decentjax.links.server import HANDSHAKE_SECONDS
 from decentjax.links.wire import JOINS, MESSAGE, Frame
 
 MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
@@ -114,8 +115,14 @@ class Links(Connections):
         # Infinity is no Python literal.
         return sum(map(float.fromhex, self.gather_texts(value.hex())))
 
-    def check_first_models(self) -> None:
-        """Raises a ValueError if a peer started from a different model."""
+    def check(self) -> None:
+        """Raises an error if training makes no sense any more.
+
+        Raises:
+          ConnectionError: if another process of this worker has ended.
+          ValueError: if a peer started from a different model.
+        """
+        self._job.check()
         if unlike := sorted(self._unlike):
             raise ValueError(
                 "the workers must begin with the same model, but that of the workers "
@@ -123,7 +130,14 @@ class Links(Connections):
             )
 
     def wait(
-        self, worker: int, peer: int, channel: int, step: int, deadline: float
+        self,
+        worker: int,
+        peer: int,
+        channel: int,
+        step: int,
+        deadline: float,
+        *,
+        is_model: bool = False,
     ) -> Message | None:
         """Returns the peer's message of a step, or a later one, if it arrives in time.
 
@@ -137,13 +151,20 @@ class Links(Connections):
           channel: channel of the message.
           step: the first step that is recent enough.
           deadline: value of `time.monotonic` at which it no longer waits.
+          is_model: whether messages that a peer sent before it was lost and found
+            count as none: they may be as old as its silence was long.
 
         Raises:
           ValueError: if a peer started from a different model.
         """
         edge = Edge(worker, peer, channel)
         wait = self._inbox.wait(edge, step, deadline)
-        return self._taken("wait", edge, lambda: [self._run(wait)])
+
+        def found() -> list[Message | None]:
+            one, floor = self._run(wait), self._job.floors.get(peer, -1)
+            return [] if is_model and one and one.said.step <= floor else [one]
+
+        return self._taken("wait", edge, found)
 
     @decided
     def gather(
@@ -246,7 +267,7 @@ class Links(Connections):
         """
         while time.monotonic() < deadline:
             heard = self.bell.count
-            self.check_first_models()
+            self.check()
             if {*peers} <= self._inbox.alive | self._inbox.lost:
                 return
             self.bell.wait(heard, deadline)
@@ -268,7 +289,9 @@ class Links(Connections):
             heard, now = self.bell.count, time.monotonic()
             met = begin + min(MEET_SECONDS, alone) if self.alive() else float("inf")
             asked = (self._peers[j] for j in others)
-            if any(one.is_asked and not one.has_ended for one in asked):
+            if any(one.is_asked and not one.has_ended for one in asked) or (
+                self._half_met() and now < begin + HANDSHAKE_SECONDS
+            ):
                 quiet = now
             elif now >= min(met, quiet + alone):
                 break
@@ -318,17 +341,9 @@ class Links(Connections):
         Each with the worker of this process whose state it is.
         """
         with self.bell.lock:
-            found = {(i, j) for i, j in self._joining if self._peers[i].life}
+            found = {(i, j) for i, j in self._joining if i in self._inbox.alive}
             self._joining -= found
         return found
-
-    @decided
-    def floor(self, peer: int) -> int:
-        """Returns the last step whose models a peer sent before it was lost and found.
-
-        They may be as old as its silence was long.
-        """
-        return self._job.floors.get(peer, -1)
 
     def behind(self, step: int) -> set[int]:
         """Returns the connected workers that have not reported to be past a step."""
@@ -346,11 +361,11 @@ class Links(Connections):
         return found
 
     def _run(self, wait: Any) -> Any:
-        def check() -> None:
-            self._job.check()
-            self.check_first_models()
+        return run(wait, self.bell, self.check)
 
-        return run(wait, self.bell, check)
+    def _half_met(self) -> set[int]:
+        """The peers that some processes of this worker have not met yet."""
+        return self._connected() - self._inbox.alive - self._inbox.lost
 
     def _taken(
         self, name: str, edge: Edge, compute: Callable[[], list[Message | None]]

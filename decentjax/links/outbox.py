@@ -39,10 +39,18 @@ class Mailbox:
     On each edge it keeps the two newest messages until they have arrived, and sends
     them again over the next connection if this one breaks. So memory is bounded, and a
     process that takes nothing stops no other.
+
+    The processes of a worker of several send different parts of the same messages, and
+    a message of which a part is missing is of no use. So each keeps the newest that
+    waits, and before it the one whose count has the most trailing zero bits, which the
+    others are likely to keep too, without a word between them.
+
+    Args:
+      is_part: whether other processes of the worker send other parts.
     """
 
-    def __init__(self):
-        self._changed = threading.Condition()
+    def __init__(self, is_part: bool = False):
+        self._is_part, self._changed = is_part, threading.Condition()
         self._parcels = collections.defaultdict[tuple[int, int], list[Parcel]](list)
         self._unsent = list[Parcel]()
         # Each with the life of the process for which it is.
@@ -57,10 +65,20 @@ class Mailbox:
             if kept and kept[-1].life != parcel.life:
                 kept.clear()
             kept.append(parcel)
-            del kept[:-KEPT]
             self._unsent.append(parcel)
+            if self._is_part:
+                self._thin(kept)
+            del kept[: -KEPT - self._is_part]  # One may be on its way.
             self._drop_stale()
             self._changed.notify_all()
+
+    def _thin(self, kept: list[Parcel]) -> None:
+        unsent = {id(x) for x in self._unsent}
+        *earlier, _ = [x for x in kept if id(x) in unsent]
+        if earlier:
+            first = max(earlier, key=lambda x: (_even(x.frame.count), x.frame.count))
+            late = {id(x) for x in earlier if x is not first}
+            kept[:] = [x for x in kept if id(x) not in late]
 
     def tell(self, frame: Frame, life: int) -> None:
         """Sends a frame without bytes to a life of the process."""
@@ -176,10 +194,11 @@ class Outbox:
 
     Args:
       channels: the kinds of messages.
+      is_part: as in `Mailbox`.
     """
 
-    def __init__(self, channels: Sequence[Channel]):
-        self._channels = channels
+    def __init__(self, channels: Sequence[Channel], is_part: bool = False):
+        self._channels, self._is_part = channels, is_part
         self.boxes, self._lock = dict[tuple[int, int], Mailbox](), threading.Lock()
         self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -190,7 +209,7 @@ class Outbox:
     def box(self, worker: int, guest: int) -> Mailbox:
         """What a worker sends to the process whose first worker is the guest."""
         with self._lock:
-            return self.boxes.setdefault((worker, guest), Mailbox())
+            return self.boxes.setdefault((worker, guest), Mailbox(self._is_part))
 
     def send(
         self, frame: Frame, guest: int, life: int, arrays: Sequence[jax.Array]
@@ -228,6 +247,11 @@ class Outbox:
         with contextlib.suppress(RuntimeError):
             parts = self._channels[frame.channel].to_bytes(arrays)
             box.put(Parcel(frame, life, parts))
+
+
+def _even(count: int) -> float:
+    """The largest power of two that divides a number."""
+    return count & -count or float("inf")
 
 
 def abort(connection: socket.socket) -> None:

@@ -26,11 +26,11 @@ from jax._src.distributed import global_state  # The store has no public name.
 from decentjax.links.inbox import Bell, Edge, Inbox, Message, Said
 from decentjax.links.peer_process import PeerProcess
 from decentjax.links.server import HANDSHAKE_SECONDS, listen, prepare
-from decentjax.links.tls import Contexts
+from decentjax.links.wire import read_into
 from decentjax.process.address import listening_at, split_address, to_address
 
 MEETING_SECONDS = 300.0  # Wait for the other processes of the worker.
-MOST = 8  # Messages of an edge that a process keeps until all have them.
+MOST = 4  # Messages of an edge that a process keeps until all have them.
 MOST_OF_FOLLOWER = 2 * MOST  # The same, until the leader has said which to drop.
 TOKEN_BYTES = 32
 _numbers = itertools.count()  # Of the links of this process.
@@ -76,9 +76,11 @@ class OneProcess:
             # A process sends its models one step ahead.
             self.floors[peer] = step + 1
         self.inbox.meet(peer)
+        self._has("met", (peer,))
 
-    def lost(self, peer: int) -> None:
-        """A process of a peer has ended, or is silent."""
+    def lost(self, peer: int, has_left: bool = False) -> None:
+        """A process of a peer has ended, or is silent; or has left regularly."""
+        del has_left
         self.inbox.lose(peer)
 
     def came(self, key: Key, message: Message) -> None:
@@ -154,7 +156,7 @@ class _Several(OneProcess):
         return self._kept.pop(key)
 
     def _fail(self, process: int) -> None:
-        """Another process has ended: this one cannot train without it."""
+        """Another process has ended, or closed its links."""
         with self._bell.lock:
             if not self._closing:
                 self._error = (
@@ -198,11 +200,13 @@ class Leader(_Several):
     ):
         super().__init__(inbox, has, bell, worker)
         self._members = members
-        self._met = collections.defaultdict[int, set[int]](set)
-        self._new = set[int]()  # Peers of which no life was met before.
+        # Of each peer, the life that each process of this worker has met.
+        self._met = collections.defaultdict[int, dict[int, int]](dict)
+        self._begun = set[tuple[int, int]]()  # Peers and their lives so far.
+        self._new = set[int]()  # Peers whose life not all have met yet.
         self._edges = dict[Edge, _Edge]()
         self._saids = dict[Key, Said]()
-        self._texts = [queue.SimpleQueue[str]() for _ in members]
+        self._texts = [collections.deque[str]() for _ in members]
         self._is_deciding, self._sending = False, threading.Lock()
         for number, member in enumerate(members, 1):
             _start(self._hear, number, member)
@@ -210,8 +214,8 @@ class Leader(_Several):
     def met(self, peer: int, life: int, step: int) -> None:
         self._on_met(0, peer, life, step)
 
-    def lost(self, peer: int) -> None:
-        self._on_lost(0, peer)
+    def lost(self, peer: int, has_left: bool = False) -> None:
+        self._on_lost(0, peer, has_left)
 
     def came(self, key: Key, message: Message) -> None:
         self._kept[key], self._saids[key] = message.arrays, message.said
@@ -225,7 +229,8 @@ class Leader(_Several):
         try:
             value = compute()
         except Exception as error:
-            self._tell("error", name, f"process 0 of worker {self._worker}: {error}")
+            is_lost = isinstance(error, ConnectionError)
+            self._tell("lost" if is_lost else "error", name, str(error))
             raise
         finally:
             self._is_deciding = False
@@ -233,13 +238,18 @@ class Leader(_Several):
         return value
 
     def gather(self, text: str) -> list[str]:
-        texts = [text, *(one.get() for one in self._texts)]
+        while True:
+            heard = self._bell.count
+            if all(self._texts):
+                break
+            self.check()
+            self._bell.wait(heard)
+        texts = [text, *(one.popleft() for one in self._texts)]
         return self.agree("gather", lambda: texts)
 
     def close(self) -> None:
         self._closing = True
         self._bell.ring()
-        self._tell("end")
         for member in self._members:
             _finish(member)
 
@@ -250,52 +260,58 @@ class Leader(_Several):
 
     def _hear(self, number: int, member: socket.socket) -> None:
         """Takes in what another process reports, until it ends."""
-        for kind, *words in _lines(member):
-            with self._bell.lock:
-                match kind:
-                    case "met":
-                        self._on_met(number, *words)
-                    case "lost":
-                        self._on_lost(number, *words)
-                    case "came":
-                        self._on_came(number, _key(words[0]))
-                    case "text":
-                        self._texts[number - 1].put(*words)
-                    case "end":
-                        return
-                    case _:
-                        self._has(kind, tuple(words))
-                self._bell.ring()
-        self._fail(number)
-        self._texts[number - 1].put("")  # Nobody waits for it.
+        try:
+            for kind, *words in _lines(member):
+                with self._bell.lock:
+                    match kind:
+                        case "met":
+                            self._on_met(number, *words)
+                        case "lost":
+                            self._on_lost(number, *words)
+                        case "came":
+                            self._on_came(number, _key(words[0]))
+                        case "text":
+                            self._texts[number - 1].append(*words)
+                        case _:
+                            self._has(kind, tuple(words))
+                    self._bell.ring()
+        finally:
+            self._fail(number)
 
     def _on_met(self, number: int, peer: int, life: int, step: int) -> None:
-        if self._lives.get(peer) != life:
+        if (peer, life) not in self._begun:  # Else an old one, of which it hears late.
             self._begin(peer, life)
-        self._met[peer].add(number)
-        if len(self._met[peer]) > len(self._members):
+        self._met[peer][number] = life
+        met = list(self._met[peer].values())
+        if met.count(self._lives[peer]) > len(self._members):
             if peer in self.inbox.lost and peer not in self._new:
                 self.floors[peer] = step + 1
             self._new.discard(peer)
             self.inbox.meet(peer)
+            self._has("met", (peer,))
 
     def _begin(self, peer: int, life: int) -> None:
         super()._begin(peer, life)
-        self._met[peer] = set()
+        self._begun.add((peer, life))
         self._new.add(peer)
         for edge in [edge for edge in self._edges if edge.peer == peer]:
             one = self._edges.pop(edge)
             self._drop({*one.whole, *(Key(edge, one.life, n) for n in one.came)})
 
-    def _on_lost(self, number: int, peer: int) -> None:
-        self._met[peer].discard(number)
-        self.inbox.lose(peer)
+    def _on_lost(self, number: int, peer: int, has_left: bool) -> None:
+        self._met[peer].pop(number, None)
+        # The last messages of one that leaves may still come to the other processes.
+        if not (has_left and self._met[peer]):
+            self.inbox.lose(peer)
 
     def _on_came(self, number: int, key: Key) -> None:
         """Takes a message into the inbox once all processes have it."""
         edge, life, count = key
+        if life != self._lives.get(edge.peer):
+            self._drop({key})
+            return
         one = self._edges.setdefault(edge, _Edge(life))
-        if life != self._lives.get(edge.peer) or count <= one.done:
+        if count <= one.done:
             self._drop({key})
             return
         one.came.setdefault(count, set()).add(number)
@@ -337,24 +353,14 @@ class Follower(_Several):
     """Another process of a worker, which does as process 0 says.
 
     Args:
-      inbox: the inbox, which stays empty.
-      has: as in `OneProcess`, unused.
       bell: rings when something has changed.
       worker: number of the worker.
       process: number of this process in the worker.
       leader: connection to process 0.
     """
 
-    def __init__(
-        self,
-        inbox: Inbox,
-        has: Has,
-        bell: Bell,
-        worker: int,
-        process: int,
-        leader: socket.socket,
-    ):
-        super().__init__(inbox, has, bell, worker)
+    def __init__(self, bell: Bell, worker: int, process: int, leader: socket.socket):
+        super().__init__(Inbox(), lambda *_: None, bell, worker)
         self._process, self._leader = process, leader
         self._sending = threading.Lock()
         self._answers = queue.SimpleQueue[tuple[str, str, Any] | None]()
@@ -364,8 +370,8 @@ class Follower(_Several):
     def met(self, peer: int, life: int, step: int) -> None:
         self.report("met", peer, life, step)
 
-    def lost(self, peer: int) -> None:
-        self.report("lost", peer)
+    def lost(self, peer: int, has_left: bool = False) -> None:
+        self.report("lost", peer, has_left)
 
     def came(self, key: Key, message: Message) -> None:
         # A leader that drops nothing is frozen: then this process reads no more.
@@ -393,8 +399,8 @@ class Follower(_Several):
                 f"but process 0 asks {asked}, and process {self._process} {name}: call "
                 "the same functions in all of them, in the same order"
             )
-        if kind == "error":
-            raise ValueError(value)
+        if kind != "answer":
+            raise (ConnectionError if kind == "lost" else ValueError)(value)
         return value
 
     def gather(self, text: str) -> list[str]:
@@ -404,7 +410,6 @@ class Follower(_Several):
     def close(self) -> None:
         self._closing = True
         self._bell.ring()
-        self.report("end")
         _finish(self._leader)
 
     def _is_over(self) -> bool:
@@ -417,27 +422,24 @@ class Follower(_Several):
 
     def _hear(self) -> None:
         """Takes in what process 0 says, until it ends."""
-        for kind, *words in _lines(self._leader):
-            match kind:
-                case "drop":
-                    with self._bell.lock:
-                        for key in map(_key, words[0]):
-                            if key in self._kept:
-                                self._pop(key)
-                case "end":
-                    self._answers.put(None)
-                    return
-                case _:
+        try:
+            for kind, *words in _lines(self._leader):
+                if kind != "drop":
                     self._answers.put((kind, *words))
-        self._fail(0)
-        self._answers.put(None)
+                    continue
+                with self._bell.lock:
+                    for key in map(_key, words[0]):
+                        if key in self._kept:
+                            self._pop(key)
+        finally:
+            self._fail(0)
+            self._answers.put(None)
 
 
 def join_worker(
     party: PeerProcess,
     inbox: Inbox,
     bell: Bell,
-    tls: Contexts | None,
     has: Has,
 ) -> tuple[OneProcess, int]:
     """Meets the other processes of a worker, and returns their common life.
@@ -446,7 +448,6 @@ def join_worker(
       party: this process.
       inbox: its inbox.
       bell: rings when something has changed.
-      tls: TLS contexts of the run; None for none.
       has: function that takes in, in process 0, what others report.
 
     Raises:
@@ -463,27 +464,25 @@ def join_worker(
         with contextlib.closing(listen(to_address(host, 0))) as listener:
             address = to_address(*listening_at(listener))
             _store().key_value_set(name, repr((address, token, life)))
-            members = _admit(listener, party.num_processes, token, tls)
+            members = _admit(listener, party.num_processes, token)
         return Leader(inbox, has, bell, worker, members), life
     try:
         text = _store().blocking_key_value_get(name, int(milliseconds))
         address, token, life = ast.literal_eval(text)
         leader = socket.create_connection(split_address(address), MEETING_SECONDS)
         prepare(leader, MEETING_SECONDS)
-        if tls is not None:
-            leader = tls.guest.wrap_socket(leader)
-        _send(leader, (token, party.process))
+        leader.sendall(f"{token}{party.process:04}".encode())
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"process {party.process} of worker {worker} does not reach process 0: "
             f"{error}"
         ) from error
     leader.settimeout(None)
-    return Follower(inbox, has, bell, worker, party.process, leader), life
+    return Follower(bell, worker, party.process, leader), life
 
 
 def _admit(
-    listener: socket.socket, num_processes: int, token: str, tls: Contexts | None
+    listener: socket.socket, num_processes: int, token: str
 ) -> list[socket.socket]:
     """Connections to the other processes, in order."""
     came = dict[int, socket.socket]()
@@ -500,14 +499,13 @@ def _admit(
         with contextlib.ExitStack() as stack:
             stack.callback(member.close)
             # Any other program may connect.
-            with contextlib.suppress(OSError, ValueError, SyntaxError, TypeError):
+            with contextlib.suppress(OSError, EOFError):
                 prepare(member, HANDSHAKE_SECONDS)
-                if tls is not None:
-                    member = tls.host.wrap_socket(member, server_side=True)
-                given, number = ast.literal_eval(_read_line(member))
-                if secrets.compare_digest(given, token):
+                words = bytearray(len(token) + 4)
+                read_into(member, memoryview(words))
+                if secrets.compare_digest(words[:-4], token.encode()):
                     member.settimeout(None)
-                    came[number] = member
+                    came[int(words[-4:])] = member
                     stack.pop_all()
     return [member for _, member in sorted(came.items())]
 
@@ -543,16 +541,6 @@ def _finish(connection: socket.socket) -> None:
     """Sends the end; what still comes is read."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, socket.SHUT_WR)
-
-
-def _read_line(connection: socket.socket) -> str:
-    """A line, byte by byte: what follows it is not read."""
-    line = bytearray()
-    while (byte := connection.recv(1)) not in (b"", b"\n"):
-        line += byte
-        if len(line) > 4 * TOKEN_BYTES:
-            raise ValueError("this is no process of the worker")
-    return line.decode()
 
 
 def _lines(connection: socket.socket) -> Any:

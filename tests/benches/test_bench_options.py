@@ -9,8 +9,13 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from benches.__main__ import main
 
 WRONG = [
-    ("race --clusters=4", "a cluster is written as 4x2, got '4'"),
-    ("race --clusters 2x1 0x2", "a cluster is written as 4x2, got '0x2'"),
+    ("race --clusters=4", "as 4x2, or 4x2x2 for workers of two processes, got '4'"),
+    ("race --clusters 2x1 0x2", "for workers of two processes, got '0x2'"),
+    ("race --clusters 2x1x2x2", "for workers of two processes, got '2x1x2x2'"),
+    (
+        "race --clusters 2x1 2x1x2",
+        "devices = 1 of a worker must be a multiple of its 2",
+    ),
     ("race --clusters 2x1 255x1", "nodes must be between 1 and 254, got 255"),
     ("race --rate=none", "a bench of clusters needs a rate, such as 200mbit"),
     ("race --rate=fast", "rate must be like 200mbit"),
@@ -23,7 +28,11 @@ WRONG = [
     ("race --only=x9", "'x9' matches no contestant on 4x1; there are: compute a"),
     ("stragglers --clusters 4x1 4x2", "two nodes of one worker, such as 4x1, got '4"),
     ("stragglers --clusters 1x1", "two nodes of one worker, such as 4x1, got '1x1'"),
-    ("stragglers --clusters=4", "a cluster is written as 4x2, got '4'"),
+    (
+        "stragglers --clusters=2x1x2",
+        "two nodes of one worker, such as 4x1, got '2x1x2'",
+    ),
+    ("stragglers --clusters=4", "for workers of two processes, got '4'"),
     ("stragglers --rate=none", "a bench of clusters needs a rate, such as 200mbit"),
     ("stragglers --pause=-1", "pause must be at least 0, got -1"),
     ("stragglers --delay=-1", "delay must be at least 0, got -1"),

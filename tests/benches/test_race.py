@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from benches.race.contestants import (
     all_contestants,
     graph_of,
 )
+from benches.race.race import Race, select
 from benches.race.race_figure import draw_race
 from benches.race.race_report import Timing, bars, link_seconds, table
+from benches.race.team import cluster_name, parse_cluster
 from benches.race.turns import Load, WorkerTurn, serve
 from benches.runner import Runner
 from tests.checkout import ENV, ROOT
@@ -41,6 +44,7 @@ OURS = (
     "by peers: ring",
     "by peers, without waiting: ring",
 )
+IN_SLICES = [OURS[number] for number in (0, 1, 3, 4, 6)]
 TINY = (
     "--clusters 2x1 --steps 1 --work.layers 1 --work.width 8 --work.batch 2 "
     "--straggler 0.05"
@@ -78,6 +82,23 @@ def test_a_race_is_written_down_and_drawn(tmp_path):
     text = (tmp_path / "race.md").read_text()
     assert [f"| {name} |" in text for name in OURS] == [True] * len(OURS)
     assert "<svg" in (tmp_path / "race.svg").read_text()
+
+
+@pytest.mark.nightly
+@needs_root
+def test_workers_of_several_processes_race_as_one_job_and_by_peers(tmp_path):
+    options = (*TINY.split(), "--rounds", "1", "--only", "compute|reduce|: ring")
+    with race(*options, "--devices=2", "--clusters=2x1x2", "--out", str(tmp_path)) as x:
+        output, _ = x.communicate(timeout=300)
+    assert x.returncode == 0, output
+    (rows,) = json.loads((tmp_path / "race.json").read_text())["clusters"].values()
+    late = [f"{name} with a straggler" for name in (OURS[1], OURS[4])]
+    assert [row["name"] for row in rows] == [*IN_SLICES, *late]
+    assert "| 2 nodes x 1 of 2 devices in 2 processes, 200mbit |" in output
+    # A job of each worker, whose processes meet on its node.
+    logs = tmp_path.glob("peer_worker.2x1x2.?.txt")
+    ranks = [re.findall(r"Rank (\d) is connected to (\d)", x.read_text()) for x in logs]
+    assert sorted(ranks) == [[("0", "1")]] * 2 + [[("1", "1")]] * 2
 
 
 @pytest.mark.nightly
@@ -134,6 +155,8 @@ def worker(marker: str, rank: int) -> int:
         ((Scheme.DECENT_DP, GraphName.EXPONENTIAL), 4, 1, 1),
         ((Scheme.IN_STEP, GraphName.COMPLETE), 4, 1, 2 * 3 / 4),
         ((Scheme.BACKGROUND, GraphName.NODES), 4, 2, 1),
+        # Of two workers each every other step, and nothing between them.
+        ((Scheme.BACKGROUND, GraphName.RING), 2, 2, 1),
         # A node's link is busy every other step.
         ((Scheme.BACKGROUND, GraphName.AER), 4, 2, 1 / 2),
         ((Scheme.DECENT_DP, GraphName.AER), 4, 2, 1 / 2),
@@ -177,6 +200,8 @@ def test_contestants_have_the_names_that_only_matches():
     assert [str(x) for x in found] == [*first, *ours, *last, *theirs]
     assert {x.team for x in found[-4:]} == {"torch"}
     assert {x.team for x in found[:-4]} == {"jax"}
+    late = [str(x) for x in found if x.is_delayed]
+    assert late == [first[1], f"{kinds[2]}: {graphs[0]}", last[1], theirs[0]]
     alone = [str(x) for x in all_contestants(workers_per_node=1, peers=True)]
     assert "in the step: one-peer exponential" in alone
     assert alone[-8:-5] == list(OURS[-3:])
@@ -185,6 +210,14 @@ def test_contestants_have_the_names_that_only_matches():
     ]
     late = Contestant(Scheme.DECENT_DP, GraphName.RING, straggler=True)
     assert str(late) == "Decent-DP: ring with a straggler"
+
+
+@pytest.mark.parametrize("name", ["4x1", "2x2", "2x2x2"])
+def test_workers_of_several_devices_race_on_graphs_of_single_workers(name):
+    race = Race(clusters=(name,), devices=2, only="compute|reduce|: ring$")
+    cluster = parse_cluster(name, race.rate)
+    assert cluster_name(cluster) == name
+    assert [str(x) for x in select(race, cluster, rivals=True)] == IN_SLICES
 
 
 ON_RING = Contestant(Scheme.BACKGROUND, GraphName.RING)
@@ -202,9 +235,12 @@ TIMINGS = [
 ]
 
 
-def test_warmup_does_not_count_and_each_worker_is_late_in_turn(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize(("rank", "each"), [(1, 1), (2, 2), (3, 2)])
+def test_warmup_does_not_count_and_each_worker_is_late_in_turn(rank, each, monkeypatch):
+    # All processes of a worker are late together.
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(2 * each))
+    monkeypatch.setenv("DECENTJAX_PROCESSES_PER_WORKER", str(each))
     load, alone = Load(), Contestant(Scheme.COMPUTE)
     made = []
 
@@ -253,6 +289,16 @@ def test_the_table_compares_the_medians():
     assert "| all-reduce | 3.000 (3.000 to 3.000) |  | 50.00 |  | 1.50 |" in lines
     assert "| compute alone | 1.000 (1.000 to 1.000) |  |  |  |  |" in lines
     assert "| worker t mod N late by 0.5 s | s/step | without | passed on |" in lines
+
+
+def test_the_table_names_the_devices_and_processes_of_a_worker():
+    plain, slices, jobs = (
+        table(parse_cluster(name, RATE), TIMINGS[:1], MODEL_BYTES, 0.5, devices)
+        for name, devices in (("4x1", 1), ("2x2", 2), ("2x2x2", 4))
+    )
+    assert plain.startswith("| 4 nodes x 1, 200mbit |")
+    assert slices.startswith("| 2 nodes x 2 of 2 devices, 200mbit |")
+    assert jobs.startswith("| 2 nodes x 2 of 4 devices in 2 processes, 200mbit |")
 
 
 def test_the_figure_has_a_bar_for_each_but_the_stragglers(tmp_path):

@@ -136,6 +136,7 @@ def test_a_process_that_has_ended_well_returns_with_its_worker(tmp_path):
 def test_a_final_code_ends_its_worker_alone(final, tmp_path):
     with launched(tmp_path, f"own == 2 and sys.exit({final})") as job:
         have_begun(tmp_path, (0, 1))
+        wait_until(lambda: starts(tmp_path, 2))
         mates = [starts(tmp_path, number) for number in (2, 3)]
         wait_until(lambda: not any(lives(pid) for x in mates for pid, _ in x))
         assert all(lives(starts(tmp_path, number)[0][0]) for number in (0, 1))

@@ -106,7 +106,8 @@ def run_steps(run: Run, begin: Begin, parts: Parts) -> tuple[int, WorkerState]:
                 if stop.stopped:  # It had no quorum, and takes no step without.
                     parts.check(state, step)
                     parts.observer.flush(step)
-                    if not checkpoints.has(step):
+                    # As process 0 sees it: a save is one of all.
+                    if not gather("has", checkpoints.has(step))[0]:
                         checkpoints.save(step, state, config)
                     break
             state, metrics = _advance(run, parts, step, state)

@@ -16,8 +16,7 @@ import pytest
 from decentjax import gossip, methods, simulate, topology
 from decentjax.gossip import Elastic, Peers, Quorum
 from decentjax.gossip.peer_port import PeerPort
-from decentjax.links import Book, Links
-from decentjax.links import links as links_module
+from decentjax.links import Book, Links, connections
 from tests.parties import LOCAL, LONG, in_threads, party_of
 
 PARAMS = {"matrix": jnp.zeros((2, 3)), "scalar": jnp.ones(())}
@@ -140,7 +139,7 @@ def test_a_newcomer_sends_nothing_of_what_it_trained_alone(plan, is_elastic, tmp
 @pytest.mark.slow
 def test_who_is_asked_in_time_is_waited_for(tmp_path, monkeypatch):
     """However short the time to begin alone is: here its peers answer late."""
-    answer = links_module.answer
+    answer = connections.answer
 
     def late(*args):
         time.sleep(1.0)
@@ -148,7 +147,7 @@ def test_who_is_asked_in_time_is_waited_for(tmp_path, monkeypatch):
 
     with Training(gossip.Folder(tmp_path), [0, 1], "averages") as others:
         others.until(20)
-        monkeypatch.setattr(links_module, "answer", late)
+        monkeypatch.setattr(connections, "answer", late)
         newcomer = steps_of(gossip.Folder(tmp_path), 2, "averages", alone_seconds=0.1)
         assert next(newcomer) > 20
         newcomer.close()

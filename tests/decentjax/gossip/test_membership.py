@@ -17,7 +17,7 @@ from decentjax import init_state, local_update, place, topology
 from decentjax.exchange import among, apply
 from decentjax.gossip import Elastic, Peers
 from decentjax.gossip.membership import Living
-from decentjax.gossip.merging import Arrived
+from decentjax.gossip.merging import Arrived, Swaps
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.links import Links, Message, Piece, Said
 from decentjax.links.outbox import abort
@@ -263,7 +263,7 @@ def test_what_a_peer_left_before_its_silence_is_not_mixed(pair):
     end = time.monotonic() + LONG
     while 0 not in guest.alive() and time.monotonic() < end:
         time.sleep(0.01)
-    assert guest.floor(0) == 12
+    assert guest._job.floors[0] == 12
     used, _ = way.take(1, 0, own, 500, time.monotonic() + 1)
     assert used.models == ()
     leave(host, 600)
@@ -306,3 +306,17 @@ def test_all_workers_of_a_process_share_the_time_to_join(pair, monkeypatch):
     ended = lambda: len(asked) > 40  # noqa: E731
     assert peers._peers.whole(20, 0, ended) is None
     assert asked == [20] * 60  # Each of the 20 peers three times.
+
+
+def test_no_swap_opens_with_a_peer_to_which_nothing_is_sent(pair):
+    """As with one that has come since the last admission: it would never close."""
+    ways = [Swaps(one, topology.ring(2)) for one in pair]
+    own = [jax.device_put(jnp.zeros((1, 3)), jax.devices()[i]) for i in range(2)]
+    pair[1].met.discard(0)
+    for step in range(2):
+        for worker, way in enumerate(ways):
+            way.send(worker, 0, [own[worker]], step)
+        pair[1].met.add(0)
+    for worker, way in enumerate(ways):
+        # The first message of each is the other's, whatever the step.
+        wait_until(lambda n=worker, x=way: x.take(n, 0, [own[n]], 1, 0.0)[0].models)

@@ -235,7 +235,7 @@ def test_the_weight_of_a_missing_message_stays_with_the_own_model():
 
 def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
     monkeypatch.setattr(Links, "meet", lambda *_: None)
-    monkeypatch.setattr(Links, "wait", lambda *_: None)
+    monkeypatch.setattr(Links, "wait", lambda *_, **__: None)
     plan = Rounds(topology.ring(2), delay=1)
     params = jax.tree.map(lambda x: x[0], start(1).params)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from decentjax import gossip
-from decentjax.links import Folder, Links, Piece, Said, handshake, links
+from decentjax.links import Folder, Links, Piece, Said, connections, handshake
 from decentjax.links.handshake import PROTOCOL
 from decentjax.links.wire import BEAT, MESSAGE, Frame, Wire, read_words, send_words
 from tests.handshakes import GARBAGE, LONG, OURS, address_of, connect, goes_on, until
@@ -77,7 +77,7 @@ def test_a_damaged_entry_is_left_out_by_name_until_it_is_repaired(how, tmp_path)
     "how", [b"", b"127.0.0.1:99999", "removed", "a FIFO", "folder"]
 )
 def test_a_process_writes_its_entry_again(how, tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "KEEP_SECONDS", 0.0)
     book = tmp_path / "peers"
     with links_of(book, 0) as reader, links_of(book, 1) as writer:
         entries = [(book / f"worker-{i}").read_text() for i in (0, 1)]
@@ -105,10 +105,10 @@ def test_a_process_writes_its_entry_again(how, tmp_path, monkeypatch):
 
 def test_the_entry_of_another_process_is_kept(tmp_path, monkeypatch):
     """A worker may have been started again elsewhere, while this process was frozen."""
-    monkeypatch.setattr(links, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "KEEP_SECONDS", 0.0)
     with links_of(tmp_path, 0):
         (tmp_path / "worker-0").write_text("127.0.0.1:1 7")
-        time.sleep(5 * links.TEND_SECONDS)
+        time.sleep(5 * connections.TEND_SECONDS)
         assert (tmp_path / "worker-0").read_text() == "127.0.0.1:1 7"
 
 

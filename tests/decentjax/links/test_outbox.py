@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import math
 import random
 import socket
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -227,3 +229,24 @@ def test_a_mean_of_groups_misses_no_model_whatever_breaks(tmp_path):
             assert [x.peer for x in used[step].models] == [0, 1, 2, 3]
             np.testing.assert_array_equal(found[step], results[0][0][step])
     assert time.monotonic() < begin + LONG
+
+
+@pytest.mark.parametrize("steps", [2.5, 5.0, 10.0])
+def test_processes_of_a_worker_send_the_same_messages_over_slow_links(steps):
+    """Without a word between them, while a message takes longer than a step."""
+    draw, sent = random.Random(0), [set[int](), set[int]()]
+    for got in sent:
+        box, connection = Mailbox(is_part=True), types.SimpleNamespace()
+        box._connection, box._life = connection, 7  # pyright: ignore
+        free = 0.0
+        for count in range(500):
+            while free <= count:
+                if not box._due():
+                    break
+                _, parcel, _ = box._next(connection, math.inf)  # pyright: ignore
+                assert parcel is not None
+                got.add(parcel.frame.count)
+                free = max(free, count - 1) + steps * draw.uniform(0.9, 1.1)
+            box.put(Parcel(Frame(MESSAGE, 0, 1, 0, count), 7, []))
+    assert len(sent[0] & sent[1]) > 0.7 * len(sent[0])
+    assert len(sent[0]) > 0.8 * 500 / steps

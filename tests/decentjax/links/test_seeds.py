@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from decentjax.links import Links, Said, Seeds, links
+from decentjax.links import Links, Said, Seeds, connections
 from tests.handshakes import LONG, OURS, SHAPE, THEIRS, address_of, until
 from tests.parties import party_of
 
@@ -110,7 +110,7 @@ class OneWay:
 
 def test_who_is_reached_in_one_direction_alone_is_named_on_both_sides(monkeypatch):
     """As by a firewall."""
-    monkeypatch.setattr(links, "ONE_WAY_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "ONE_WAY_SECONDS", 0.5)
     entries, there = {}, free_address()
     one, other = (
         Links(party_of(OneWay(entries, there, wrong), [i]), 2, [[SHAPE]])

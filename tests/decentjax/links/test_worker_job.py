@@ -41,8 +41,7 @@ class Crew:
 
         first = Leader(Inbox(), has, bells[0], 0, [one for one, _ in pairs])
         others = (
-            Follower(Inbox(), has, bells[n], 0, n, other)
-            for n, (_, other) in enumerate(pairs, 1)
+            Follower(bells[n], 0, n, other) for n, (_, other) in enumerate(pairs, 1)
         )
         self.processes: list[OneProcess] = [first, *others]
         self.bells = bells
@@ -178,6 +177,7 @@ def test_a_peer_is_met_once_all_its_processes_are_and_lost_with_any():
         assert [len(own) for own in crew.take()] == [1, 1]
         crew.came(0, 7, 1)
         crew.came(1, 7, 1)
+        crew.all("gather", "")
         crew.met(8, 1)  # It has started again; its old messages count no more.
         crew.met(8, 0)
         crew.all("gather", "")
@@ -185,6 +185,40 @@ def test_a_peer_is_met_once_all_its_processes_are_and_lost_with_any():
         assert crew.processes[0].floors[1] == -1
         assert [len(own) for own in crew.take()] == [0, 0]
         assert crew.kept() == [0, 0]
+
+
+def test_what_a_process_hears_late_of_an_old_start_of_a_peer_undoes_nothing():
+    with crew_of(2) as crew:
+        crew.met(7)
+        crew.met(8, 0)
+        crew.all("gather", "")
+        crew.came(1, 7, 0)
+        crew.met(7, 1)
+        crew.all("gather", "")
+        crew.met(8, 1)
+        crew.all("gather", "")
+        assert crew.processes[0].inbox.alive == {1}
+        for number in range(2 * MOST_OF_FOLLOWER):
+            crew.came(1, 8, number)
+            crew.all("gather", "")
+        crew.came(0, 8, 2 * MOST_OF_FOLLOWER - 1)
+        assert [len(own) for own in crew.take()] == [1, 1]
+        assert crew.kept() == [0, 0]
+
+
+def test_the_last_message_of_a_peer_that_leaves_is_awaited_at_all_processes():
+    with crew_of(2) as crew:
+        inbox = crew.processes[0].inbox
+        crew.met(7)
+        crew.all("gather", "")
+        crew.came(0, 7, 0)
+        crew.processes[0].lost(1, has_left=True)
+        crew.all("gather", "")
+        assert inbox.alive == {1}
+        crew.came(1, 7, 0)
+        crew.processes[1].lost(1, has_left=True)
+        assert [len(own) for own in crew.take()] == [1, 1]
+        assert (inbox.alive, inbox.lost) == (set(), {1})
 
 
 def test_answers_errors_and_texts_are_of_all():
@@ -200,7 +234,14 @@ def test_answers_errors_and_texts_are_of_all():
         ] * 3
         crew.processes[2].report("refused", 1, 'it\'s "no"\npeer')
         crew.all("gather", "")
-        assert crew.reported == [("refused", (1, 'it\'s "no"\npeer'))]
+        assert ("refused", (1, 'it\'s "no"\npeer')) in crew.reported
+
+        def lose():
+            raise ConnectionError("it has ended")
+
+        for one in crew.processes:
+            with pytest.raises(ConnectionError, match="it has ended"):
+                crew._pool.submit(one.agree, "z", lose).result(LONG)
 
         def fail():
             raise ValueError("no such thing")
@@ -238,12 +279,21 @@ def test_all_fail_if_one_has_ended(ended):
             left.agree("x", set)
 
 
-def test_a_process_that_ends_regularly_is_no_failure():
-    with crew_of(2) as crew:
-        crew.processes[1].close()
-        crew.processes[0].close()
-        until(lambda: threading.active_count() < 50)
-        crew.processes[0].check()
+def test_what_was_told_before_the_end_is_answered_and_nothing_after():
+    with crew_of(3) as crew:
+        first, other, _ = crew.processes
+        first.agree("x", lambda: 3)
+        first.close()
+        assert other.agree("x", set) == 3
+        with pytest.raises(ConnectionError, match="process 0 of worker 0 has ended"):
+            other.agree("x", set)
+    with crew_of(3) as crew:
+        waits = crew._pool.submit(crew.processes[0].gather, "")
+        crew._pool.submit(crew.processes[1].report, "text", "").result(LONG)
+        assert not waits.done()
+        crew.processes[2].close()  # After an error of its own.
+        with pytest.raises(ConnectionError, match="process 2 of worker 0 has ended"):
+            waits.result(LONG)
 
 
 def test_a_frozen_leader_costs_bounded_memory():
@@ -284,14 +334,14 @@ def test_strangers_do_not_keep_the_processes_apart(monkeypatch):
         party = types.SimpleNamespace(
             num_processes=2, process=process, workers=[5], bind="127.0.0.1"
         )
-        return worker_job.join_worker(party, Inbox(), Bell(), None, lambda *_: None)
+        return worker_job.join_worker(party, Inbox(), Bell(), lambda *_: None)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(joined, 0)
         until(lambda: store)
         (text,) = store.values()
         address = text.split("'")[1].split(":")
-        for words in (b"", b"GET / HTTP/1.1\n", b"('no', 1)\n", b"\xff" * 1000):
+        for words in (b"", b"GET / HTTP/1.1\n", b"0" * 68, b"\xff" * 1000):
             with socket.create_connection((address[0], int(address[1]))) as stranger:
                 stranger.sendall(words)
                 if not words:
