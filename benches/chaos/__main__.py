@@ -28,7 +28,6 @@ from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.run.history import read_history
 
 FaultName = Literal[tuple(FAULTS)]
-ELASTIC_SHARE = 0.3  # Of the time, for the elastic run.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +47,11 @@ class Chaos:
       minutes: time after which no further fault begins.
       seed: seed of the targets and times.
       processes: number of processes of a job.
+      processes_per_worker: number of processes of each worker, of which a kill of an
+        elastic run hits one or more, and another fault one.
+      elastic_share: share of the time for the elastic run.
+      every: mean time from one fault of the elastic run to the next, in seconds; longer
+        where the worker is not back by then, 0 for soon after.
       steps: number of steps of a job.
       out: folder for chaos.md, chaos.json, chaos.svg and all runs; must be new.
     """
@@ -57,11 +61,19 @@ class Chaos:
     minutes: float = 5.0
     seed: int = 0
     processes: int = 4
+    processes_per_worker: int = 1
+    elastic_share: float = 0.3
+    every: float = 0.0
     steps: int = 60
     out: Path = Path("runs/chaos")
 
     def __post_init__(self):
-        check_at_least(self, minutes=0.01, processes=2, steps=6)
+        check_at_least(self, minutes=0.01, steps=6, processes_per_worker=1)
+        check_at_least(self, processes=2 * self.processes_per_worker, every=0)
+        if not 0 <= self.elastic_share <= 1:
+            raise ValueError(
+                f"elastic_share must be in [0, 1], got {self.elastic_share}"
+            )
         if not self.faults:
             raise ValueError("faults must be at least one, got none")
 
@@ -110,7 +122,8 @@ def main(arguments: list[str]) -> int:
     load_config(chaos.config)  # Each job would end with its error.
     check_new(chaos.out)
     chaos = dataclasses.replace(chaos, out=chaos.out.absolute())
-    cluster = EmulatedCluster(nodes=chaos.processes)
+    each = chaos.processes_per_worker
+    cluster = EmulatedCluster(nodes=chaos.processes // each, processes_per_worker=each)
     return in_cluster(cluster, lambda nodes: _run(chaos, fields, nodes))
 
 
@@ -124,10 +137,10 @@ def _run(chaos: Chaos, fields: list[str], nodes: Nodes) -> int:
     chaos.out.mkdir(parents=True)
     bench, draw = _bench(chaos, fields, nodes), random.Random(chaos.seed)
     hits = [x for x in chaos.faults if x in members.PROMISES]
-    of_elastic = 60 * chaos.minutes * ELASTIC_SHARE if hits else 0.0
+    of_elastic = 60 * chaos.minutes * chaos.elastic_share if hits else 0.0
     rows = _in_turn(bench, chaos, 60 * chaos.minutes - of_elastic, draw)
     if hits:
-        rows += _elastic(bench, hits, of_elastic, draw)
+        rows += _elastic(bench, hits, of_elastic, draw, chaos.every)
     print(f"\n{_write(chaos, rows)}")
     return 1 if any(row.is_bad for row in rows) else 0
 
@@ -141,6 +154,7 @@ def _bench(chaos: Chaos, fields: list[str], nodes: Nodes) -> Bench:
     )
     config = [str(chaos.config), *options.split(), *fields]
     bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes)
+    bench = bench._replace(each=chaos.processes_per_worker)
     try:
         with bench.launch("reference") as job:
             job.end(0)
@@ -197,27 +211,31 @@ def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
 
 
 def _elastic(
-    bench: Bench, faults: list[str], seconds: float, draw: random.Random
+    bench: Bench, faults: list[str], seconds: float, draw: random.Random, every: float
 ) -> list[Row]:
     """Rows of the elastic run, and its figure."""
-    rows = {x: Row(f"{x}, elastic", members.PROMISES[x], members.LIMIT) for x in faults}
-    hits: list[members.Hit] = []
+    rows, hits = dict[str, Row](), list[members.Hit]()
+    whole = Row("elastic run", "ends with 0, all saved, no worker split", "")
     try:
-        for hit in members.run(bench, faults, seconds, draw):
+        for hit in members.run(bench, faults, seconds, draw, every):
             hits.append(hit)
-            row = rows[hit.name]
+            new = Row(hit.what, members.PROMISES[hit.name], members.LIMIT)
+            row = rows.setdefault(hit.what, new)
             row.injected += 1
             row.broken += [hit.broken] if hit.broken else []
-            row.measured = members.worst([x for x in hits if x.name == hit.name])
-            print(f"{row.fault}: {row.verdict}, after {hit.back:.1f} s", flush=True)
+            row.measured = members.worst([x for x in hits if x.what == hit.what])
+            where = f"worker {hit.worker}, processes {hit.processes}"
+            print(f"{row.fault}: {row.verdict}; {where}; {members.worst([hit])}")
+            sys.stdout.flush()
     except BrokenError as error:
-        row = Row("elastic run", "continues, ends with 0, all saved", "", injected=1)
-        row.broken.append(str(error))
-        rows["the run"] = row
+        whole.broken.append(str(error))
+    whole.injected = 1
     if hits:
         parts = read_history(bench.out / "elastic").parts()
         save_figure(members.draw_hits(parts, hits), bench.out / "chaos.svg")
-    return [row for row in rows.values() if row.injected]
+        share = members.goodput([part.folder for part in parts], hits[0].time)
+        whole.measured = f"goodput {share:.0%}"
+    return [*rows.values(), whole]
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ class Bench(NamedTuple):
       processes: number of processes of a job.
       num_steps: steps of a job.
       out: folder for runs and logs.
-      nodes: nodes of the emulated cluster.
+      nodes: nodes of the emulated cluster, one for each worker.
       wanted: what an undisturbed job saves at its end: its step, and a hash.
+      each: number of processes of each worker.
     """
 
     config: Sequence[str]
@@ -57,6 +58,12 @@ class Bench(NamedTuple):
     out: Path
     nodes: Nodes
     wanted: tuple[int, str] | None = None
+    each: int = 1
+
+    @property
+    def workers(self) -> range:
+        """Numbers of the launcher's groups of processes, its workers."""
+        return range(self.processes // self.each)
 
     def launch(
         self,
@@ -75,6 +82,7 @@ class Bench(NamedTuple):
         """
         run_dir = folder or self.out / name
         processes = ("--processes", str(self.processes), *launcher)
+        processes += ("--processes-per-worker", str(self.each))
         run = (*self.config, "--run-dir", str(run_dir), *options)
         argv = module("train.launch", *processes, *run)
         return JobUnderTest(argv, run_dir, self.out / f"{name}.txt")
@@ -292,7 +300,8 @@ def partition(bench: Bench, name: str, draw: random.Random) -> float:
     """A node's link goes down, and later up again."""
     run_dir, jobs = bench.out / name, list[JobUnderTest]()
     run = (*bench.config, "--run-dir", str(run_dir), "--distributed.enabled", *IN_TIME)
-    node = draw.randrange(bench.processes)
+    run += ("--workers.processes-per-worker", str(bench.each))
+    node = draw.choice(bench.workers)
     with contextlib.ExitStack() as stack:
         for number in range(bench.processes):
             one = bench.nodes.worker(number, module("train", *run))

@@ -24,7 +24,10 @@ from train.store.log import read_metrics
 
 LONGEST = 180.0  # Seconds that a job may take for what is awaited of it.
 POLL_SECONDS = 0.02
-ENDS = re.compile(r"process (\d+) ended(?: first)?, (with exit code \d+|killed by \w+)")
+ENDS = re.compile(
+    # "process 3 ended, ...", "... ended first, ..."; of a worker "ended, process 3 ..."
+    r"process (\d+) (?:ended(?: first)?|first), (with exit code \d+|killed by \w+)"
+)
 
 
 class BrokenError(Exception):

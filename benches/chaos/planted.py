@@ -4,6 +4,7 @@ The parts of the program do what they do in any run; the fault is where a phase 
 """
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 
 from decentjax import WorkerState
+from decentjax.distributed.place import WORKER_ADDRESS
 from decentjax.process import phases
 from train.plain_files import write_whole
 
@@ -60,18 +62,22 @@ class SketchedModel(NamedTuple):
 
     Args:
       time: when, in seconds since 1970.
-      life: id of the process, which differs between its starts.
+      life: what differs between the starts of the process: its id, or the address at
+        which the processes of its worker meet.
       step: number of steps done.
       sketch: sums of its entries with random signs, whose distances are about those of
         the models.
       moments: norm of its optimizer's moments, 0 of one without.
+      whole: digest of its whole leaves, which each process of its worker mixes with the
+        messages that it has received itself; "" without any.
     """
 
     time: float
-    life: int
+    life: int | str
     step: int
     sketch: np.ndarray
     moments: float
+    whole: str
 
 
 def plant(config: str, folder: Path, path: Path) -> Path:
@@ -98,18 +104,24 @@ def taken(folder: Path, process: int) -> list[float] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def models(folder: Path, process: int) -> list[SketchedModel]:
-    """The models that a process has had of late, in order."""
+def models(folder: Path, process: int, last: float = READ_BYTES) -> list[SketchedModel]:
+    """The models that a process has had of late, in order.
+
+    Args:
+      folder: folder of the orders and records.
+      process: its number.
+      last: number of bytes of the newest records that are read.
+    """
     path = folder / f"models-{process}.jsonl"
     if not path.exists():
         return []
     with path.open("rb") as file:
-        start = max(0, path.stat().st_size - READ_BYTES)
+        start = int(max(0, path.stat().st_size - last))
         file.seek(start)
         # The first may be cut, and the last may be written right now.
         lines = file.read().split(b"\n")[start > 0 : -1]
     rows = map(json.loads, lines)
-    return [SketchedModel(t, i, n, np.array(x), norm) for t, i, n, x, norm in rows]
+    return [SketchedModel(t, i, n, np.array(x), *more) for t, i, n, x, *more in rows]
 
 
 def obey(folder: str) -> None:
@@ -142,8 +154,9 @@ def _hang(order: ChaosOrder, path: Path) -> None:
 def record(folder: str, step: int, state: WorkerState) -> None:
     """Records the model of this process's first worker; called after each step."""
     if (process := number_in(sys.argv)) is not None:
-        when = time.time(), os.getpid(), step
-        row = *when, sketch(state.params).tolist(), moments_norm(state.opt_state)
+        when = time.time(), os.environ.get(WORKER_ADDRESS, os.getpid()), step
+        model = sketch(state.params).tolist(), moments_norm(state.opt_state)
+        row = *when, *model, whole(state.params)
         with Path(folder, f"models-{process}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -169,6 +182,13 @@ def moments_norm(opt_state: Any) -> float:
         if MOMENTS & {getattr(key, "name", "") for key in path}
     ]
     return math.hypot(*map(np.linalg.norm, rows))
+
+
+def whole(params: Any) -> str:
+    """Digest of the leaves that this process has whole; "" without any."""
+    found = [x for x in jax.tree.leaves(params) if x.is_fully_replicated]
+    rows = [_first_row(x).tobytes() for x in found]
+    return hashlib.sha256(b"".join(rows)).hexdigest() if rows else ""
 
 
 def _first_row(leaf: jax.Array) -> np.ndarray:

@@ -6,19 +6,22 @@ import os
 import re
 import sys
 import textwrap
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from benches.chaos import jobs, members
 from benches.chaos.__main__ import Row, main, separated
 from benches.chaos.faults import Bench
-from benches.chaos.jobs import BrokenError, JobUnderTest, arrays, saved
-from benches.chaos.planted import sketch
+from benches.chaos.jobs import BrokenError, JobUnderTest, arrays, ends_in, saved
+from benches.chaos.planted import sketch, whole
+from decentjax import worker_mesh
 from tests import line
 from tests.changes import changed
 from tests.checkout import ROOT
@@ -29,6 +32,7 @@ from train.report import write_report
 from train.run.history import History
 from train.run.loop import train
 from train.store.checkpoints import find_checkpoints
+from train.store.log import METRICS
 
 
 def run_python(code, tmp_path):
@@ -141,6 +145,8 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
         (["--minutes", "0"], "--minutes must be at least 0.01, got 0"),
         (["--processes", "1"], "--processes must be at least 2, got 1"),
         (["--steps", "5"], "--steps must be at least 6, got 5"),
+        (["--processes-per-worker", "3"], "--processes must be at least 6, got 4"),
+        (["--elastic-share", "2"], r"--elastic-share must be in \[0, 1\], got 2"),
         (["--out", "."], r"\. already exists: choose another folder"),
         (["--help"], "example: `python -m benches.chaos quickstart --faults kill"),
     ],
@@ -293,7 +299,7 @@ PROMISES = [
     ("kill, elastic", KEEPS_ITS_OWN, "another model"),
     ("freeze, elastic", KEEPS_ITS_OWN, "another model"),
     (
-        "freeze, elastic",
+        "freeze, elastic|elastic run",
         """
         from decentjax import links
         begin = links.Links.__init__
@@ -311,6 +317,33 @@ PROMISES = [
 ]
 
 
+# Bugs of workers of two processes.
+OF_TWO = [
+    (
+        "elastic run",
+        """
+        from decentjax.links.worker_job import Follower
+        take, first = Follower.take, {}
+        def older(self, name, edge, compute):
+            found = take(self, name, edge, compute)
+            return [x._replace(arrays=first.setdefault(edge, x.arrays)) for x in found]
+        Follower.take = older
+        """,
+        "worker . is split: process 1 has another model than process 0",
+    ),
+    (
+        "kill of . in a worker, elastic",
+        """
+        import threading
+        from decentjax.links.inbox import Inbox
+        lose = Inbox.lose
+        Inbox.lose = lambda *args: threading.Timer(4, lose, args).start()
+        """,
+        "others knew of its end after",
+    ),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @needs_root
@@ -318,40 +351,121 @@ PROMISES = [
     ("fault", "bug", "broken"), PROMISES, ids=[f"{x[0]}-{x[2]}" for x in PROMISES]
 )
 def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
+    options = ("--processes", "3", "--workers.num-workers", "3")
+    options += ("--workers.workers-per-node", "1", "--topology.name", "ring")
+    config = "tests/drift.py" if "elastic" in fault else "tests/job_line.py"
+    options += ("--faults", fault.partition(",")[0])
+    assert re.search(broken, broken_in(fault, bug, tmp_path, config, *options))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@needs_root
+@pytest.mark.parametrize(("row", "bug", "broken"), OF_TWO, ids=["split", "late"])
+def test_each_broken_promise_of_a_worker_of_two_is_noticed(row, bug, broken, tmp_path):
+    options = ("--processes", "4", "--processes-per-worker", "2", "--faults", "kill")
+    options += ("--workers.num-workers", "2", "--elastic-share", "1")
+    found = broken_in(row, bug, tmp_path, "tests/wide_drift.py", *options)
+    assert re.search(broken, found), found
+
+
+def broken_in(row: str, bug: str, tmp_path, *args: str) -> str:
+    """What chaos with a bug finds broken in a row, whose name is a pattern."""
     (tmp_path / "bug").mkdir()
     body = textwrap.indent(textwrap.dedent(bug), "    ")
     code = f"def plant():\n{body}\nif not is_chaos:\n    plant()\n"
     # Python imports it at its start, in each process of the job.
     (tmp_path / "bug" / "sitecustomize.py").write_text(BUGGY + code)
-    out, name = tmp_path / "chaos", fault.partition(",")[0]
-    own = ("--faults", name, "--minutes", "0.1", "--out", str(out))
-    options = ("--processes", "3", "--steps", "24", "--workers.num-workers", "3")
-    options += ("--workers.workers-per-node", "1", "--topology.name", "ring")
-    config = "tests/drift.py" if "elastic" in fault else "tests/job_line.py"
-    options += ("--task.step-seconds", "0.05")
-    path = os.pathsep.join([str(tmp_path / "bug"), str(ROOT)])
-    with started(*CHAOS, config, *own, *options, PYTHONPATH=path) as job:
+    out, path = tmp_path / "chaos", os.pathsep.join([str(tmp_path / "bug"), str(ROOT)])
+    own = ("--minutes", "0.1", "--out", str(out), "--steps", "24")
+    own += ("--task.step-seconds", "0.05")
+    with started(*CHAOS, *args, *own, PYTHONPATH=path) as job:
         output, _ = job.communicate(timeout=5 * LONG)
     assert job.returncode == 1, output
     rows = json.loads((out / "chaos.json").read_text())["rows"]
-    (row,) = (row for row in rows if row["fault"] == fault)
-    assert re.search(broken, str(row["broken"])), row
+    return str([x["broken"] for x in rows if re.fullmatch(row, x["fault"])])
 
 
 def hit(**measured):
     found = {"back": 5.0, "gap": 1.0, "nearer": 0.1, "moments": 1.1, **measured}
-    return members.Hit("kill", 1, 0.0, **found)
+    return members.Hit("kill", 1, (), 0.0, **found)
 
 
 def test_a_return_is_measured_and_compared():
     assert hit().broken == hit(nearer=math.nan, moments=math.nan).broken == ""
     assert "with 0.03 x a peer's moments" in hit(moments=0.03).broken
     assert "others took 11.0 s" in hit(gap=11.0).broken
+    assert "knew of its end after inf s" in hit(left=math.inf).broken
     assert "came back after 500.0 s" in hit(back=500.0).broken
     assert (
         members.worst([hit(), hit(gap=3.0, nearer=0.4)])
         == "3.0 s; 5.0 s; 0.40 x; 1.10 x the moments"
     )
+    assert members.worst([hit(left=0.5), hit(left=1.5)]).startswith("1.5 s; 1.0 s; ")
+    of_two = hit()._replace(processes=[2, 3])
+    assert of_two.what == "kill of 2 in a worker, elastic"
+
+
+def test_the_first_end_of_a_worker_is_that_of_its_process():
+    said = (
+        "warning: worker 1 (processes 2, 3) ended, process 3 first, killed by SIGKILL; "
+        "started again\nerror: process 4 ended first, with exit code 70\n"
+    )
+    assert ends_in(said) == [(3, "killed by SIGKILL"), (4, "with exit code 70")]
+
+
+def write_wholes(folder, process, *wholes):
+    rows = [[0.0, "life", step, [1.0], 0.0, x] for step, x in enumerate(wholes)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"models-{process}.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("wholes", "broken"),
+    [
+        (["a", "b"], ""),
+        (["a", "b", "c"], ""),  # A step that the others have not recorded.
+        (["a", "x"], "worker 1 is split: process 1 .* after 1 of 2 steps"),
+        ([], "worker 1 has no whole leaf"),
+        (["", ""], "worker 1 has no whole leaf"),
+    ],
+)
+def test_a_split_worker_is_noticed(wholes, broken, tmp_path):
+    for process in range(3):
+        first = ["", ""] if process == 2 and "" in wholes else ["a", "b"]
+        write_wholes(tmp_path, process, *first)
+    write_wholes(tmp_path, 3, *wholes)
+    bench = Bench([], 4, 2, tmp_path, None, each=2)
+    raises = pytest.raises(BrokenError, match=broken) if broken else nullcontext()
+    with raises:
+        members.check_whole(tmp_path, bench)
+    members.check_whole(tmp_path, bench._replace(each=1))
+
+
+def test_only_leaves_that_each_process_has_are_compared():
+    mesh = worker_mesh(1, devices_per_worker=2)
+    shares = NamedSharding(mesh, PartitionSpec("workers", "fsdp"))
+    shared = jax.device_put(jnp.ones((1, 8)), shares)
+    one, other = (
+        jax.device_put(jnp.full((1,), x), NamedSharding(mesh, PartitionSpec("workers")))
+        for x in (1.0, 1.0 + 1e-7)
+    )
+    assert whole({"w": shared}) == ""
+    digests = [whole(x) for x in ({"w": shared, "b": one}, {"b": one}, {"b": other})]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_goodput_is_what_is_used_after_the_first_fault_over_before(tmp_path):
+    """Two workers use a batch a second each, then one of them none."""
+    folders = [tmp_path / "process-0", tmp_path / "process-1"]
+    for number, folder in enumerate(folders):
+        rows = [{"seconds": 0.0, "step": 0, "began": 100.0}]
+        for t in range(1, 21):
+            used = [t, min(t, 10)] if number == 0 else [0, min(t, 10)]
+            rows.append({"seconds": t, "step": t, "positions": used})
+        folder.mkdir()
+        (folder / METRICS).write_text("".join(json.dumps(x) + "\n" for x in rows))
+    assert members.goodput(folders, 110.0) == pytest.approx(0.5)
 
 
 def test_one_that_keeps_its_own_model_is_told_from_one_that_takes_a_peers():
