@@ -62,7 +62,7 @@ class _Peer:
     left_life: int = 0  # The life that has ended regularly.
     guest: int = -1  # The first worker of that process.
     step: int = -1  # The step that it has reported.
-    since: float = 0.0  # When it has answered.
+    since: float = 0.0  # When it has answered, or ended.
     looks_at: float = 0.0  # When it is looked up next.
     pause: float = LOOK_UP_SECONDS
     counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
@@ -231,7 +231,8 @@ class Connections:
             known = self._peers[peer]
             there, since = self._reached.get(peer, ("", now))
             is_reached = known.call is not None
-            if not is_reached and now - since > ONE_WAY_SECONDS:
+            # One that has died may seem to reach this process a moment longer.
+            if not is_reached and now - max(since, known.since) > ONE_WAY_SECONDS:
                 self.unreached[peer] = (
                     f"worker {peer} at {there} reaches this process at {own}, but this "
                     f"process does not reach it: open {there} for this machine"
@@ -319,6 +320,8 @@ class Connections:
             if refusal:
                 self._refuse(peer, f"worker {peer} at {refusal}")
             known.life = 0 if is_gone else known.life
+            if known.call is not None:
+                known.since = time.monotonic()
             known.call, known.is_asked, known.has_ended = None, False, True
             known.looks_at = min(known.looks_at, time.monotonic() + known.pause)
             if known.guest >= 0 or refusal:
