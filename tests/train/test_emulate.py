@@ -347,7 +347,7 @@ from train.config import DistributedConfig
 from train.job.distributed import job_mesh, meet, start
 
 config = load_config(Path("tests/tiny.py"))
-start(DistributedConfig(enabled=True), config.workers.num_workers)
+start(DistributedConfig(enabled=True), config.workers)
 hosts = meet(config)
 devices = job_mesh(config.workers, hosts).devices.ravel()
 print("mesh", [(hosts[d.process_index], d.process_index) for d in devices])
