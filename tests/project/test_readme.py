@@ -137,7 +137,10 @@ def parts(line: str) -> list[str]:
         if made := re.match(r"decentjax slurm (\S+)", before):
             after = f"decentjax train {made[1]} {after.partition(' > ')[0]}"
         return [before, *parts(after)]
-    own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
+    names = (
+        "minutes|seed|faults|steps|out|every|elastic-share|processes(?:-per-worker)?"
+    )
+    own = rf"(?: --(?:{names}) \S+)*"
     if harmed := re.fullmatch(rf"python -m benches.chaos ([^-]\S*){own}(.*)", line):
         return [f"decentjax train {harmed[1]}{harmed[2]}"]
     own = r"(?:--processes|-n|--workers) \d+(?: --processes-per-worker \d+)?"

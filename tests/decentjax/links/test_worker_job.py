@@ -156,6 +156,20 @@ def test_what_is_newest_at_all_is_not_missed():
         assert crew.kept() == [0, 0, 0]
 
 
+def test_what_is_given_up_or_replaced_is_dropped_in_all_processes():
+    with crew_of(2) as crew:
+        crew.met(7)
+        crew.all("gather", "")
+        for number in range(MOST + 2):
+            crew.came(0, 7, number)
+        crew.came(1, 7, 0)  # Too late for process 0.
+        assert crew.kept() == [MOST, 0]
+        for number in range(20, 30):
+            crew.came(0, 7, number)
+            crew.came(1, 7, number)
+        assert crew.kept() == [KEPT, KEPT]
+
+
 def test_a_peer_is_met_once_all_its_processes_are_and_lost_with_any():
     with crew_of(2) as crew:
         inbox = crew.processes[0].inbox
@@ -192,13 +206,15 @@ def test_what_a_process_hears_late_of_an_old_start_of_a_peer_undoes_nothing():
         crew.met(7)
         crew.met(8, 0)
         crew.all("gather", "")
+        crew.came(0, 8, 0)
         crew.came(1, 7, 0)
         crew.met(7, 1)
         crew.all("gather", "")
         crew.met(8, 1)
-        crew.all("gather", "")
+        crew.came(1, 8, 0)
+        assert [len(own) for own in crew.take()] == [1, 1]
         assert crew.processes[0].inbox.alive == {1}
-        for number in range(2 * MOST_OF_FOLLOWER):
+        for number in range(1, 2 * MOST_OF_FOLLOWER):
             crew.came(1, 8, number)
             crew.all("gather", "")
         crew.came(0, 8, 2 * MOST_OF_FOLLOWER - 1)
