@@ -178,7 +178,8 @@ def test_a_worker_that_fails_each_time_is_given_up(tmp_path):
 
 def test_the_pause_of_a_worker_is_its_own(tmp_path):
     """Both fail once: each is started again at once, as its first failure."""
-    with launched(tmp_path, "start == 1 and own % 2 and sys.exit(70)") as job:
+    code = "start == 1 and own % 2 and (wait_for(f'{own - 1}.1'), sys.exit(70))"
+    with launched(tmp_path, code) as job:
         have_begun(tmp_path, range(4), 2)
         lines = ended(job, tmp_path)
     assert job.returncode == 0
