@@ -40,6 +40,14 @@ def plan_of(name: str, num_workers: int):
     return methods.diloco(num_workers, 5)
 
 
+def norms_of(step, params) -> list[float]:
+    """The norm of a model as the distance from zero that peers measure, and by jax."""
+    port, leaves = step._peers, jax.tree.leaves(params)
+    (rows,) = port._sent[0].rows(leaves)
+    far = port._distance(0, rows, [jnp.zeros_like(x) for x in rows])
+    return [far, float(jnp.sqrt(sum(jnp.sum(x**2) for x in leaves)))]
+
+
 def main(book: str, name: str, how: str = "") -> None:
     if how == "uneven" and os.environ["DECENTJAX_PROCESS_ID"] in "23":
         number = int(os.environ["DECENTJAX_PROCESS_ID"])
@@ -69,6 +77,7 @@ def main(book: str, name: str, how: str = "") -> None:
                 time.sleep(0.02 * party.process)
             state, t, _ = step(state, batch_of, t)
         print(*step.refused.values(), flush=True)
+        norms = norms_of(step, state.params) if name != "ring" else []
         sizes = [channel.num_bytes for channel in step.links._channels]
     got = state.params
     far = 0.0
@@ -90,7 +99,11 @@ def main(book: str, name: str, how: str = "") -> None:
     whole = NamedSharding(mesh, PartitionSpec("workers"))
     bias = jax.device_put(got["b"], whole).addressable_shards[0].data
     found = {"far": far, "bytes": sum(sizes[:-1]), "merged": repr(merged)}
-    found |= {"process": party.process, "bias": np.asarray(bias).tobytes().hex()}
+    found |= {
+        "norms": norms,
+        "process": party.process,
+        "bias": np.asarray(bias).tobytes().hex(),
+    }
     print(f"found {workers[0]} {json.dumps(found)}", flush=True)
 
 

@@ -42,7 +42,7 @@ def own_gpus(local_id: int | None, count: int) -> list[int] | None:
 def node_mesh(hosts: list[str], devices_per_worker: int = 1) -> Mesh:
     """A mesh of all devices, in which the workers of a node are consecutive.
 
-    So are those of nodes that share a fast network.
+    Nodes that share a fast network are consecutive too.
 
     Args:
       hosts: host name of each process.

@@ -63,8 +63,8 @@ OURS = Variables(
 )
 # The address of processes that the launcher starts as peers, and not as a job.
 PEERS = "peers"
-# Of workers that are jobs of several processes: how many, and where those of a worker
-# meet, HOST:PORT. Process g of the run is process g mod P of worker g // P.
+# Of workers that are jobs: the number of processes of each, and the address at which
+# they meet, HOST:PORT. Process g of the run is process g mod P of worker g // P.
 PER_WORKER = "DECENTJAX_PROCESSES_PER_WORKER"
 WORKER_ADDRESS = "DECENTJAX_WORKER_COORDINATOR"
 # Names a file that tells the launcher that a script has read its place.
@@ -106,8 +106,8 @@ def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
 
     Args:
       place: its place in the run.
-      per_worker: P, number of processes of each worker; None for that of the
-        environment, 1 without any.
+      per_worker: P, number of processes of each worker; None for the environment's,
+        1 without any.
 
     Raises:
       ValueError: if the number of processes is no multiple of P, the launcher has
@@ -135,8 +135,8 @@ def check_per_worker(per_worker: int | None = None) -> int:
     """Returns the number of processes of each worker.
 
     Args:
-      per_worker: the number that is asked for; None for that of the environment, 1
-        without any.
+      per_worker: the number that is asked for; None for the environment's, 1 without
+        any.
 
     Raises:
       ValueError: if the launcher has another.

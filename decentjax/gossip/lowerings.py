@@ -83,7 +83,7 @@ def fastest_way(
 ) -> Option:
     """Returns the fastest exchange of the same result, with its lowering; collective.
 
-    The arguments are those of `fastest_mixes` and `fastest`.
+    The arguments are as in `fastest_mixes` and `fastest`.
     """
     measured = min(num_bytes, MEASURED_BYTES)
     options = _options(exchange, mesh, message_dtype)

@@ -225,9 +225,8 @@ class Swaps(Way):
             if swap.life != life:
                 # Swaps with the previous process may be lost.
                 swap = self._swaps[worker, group][peer] = _Swap(life)
-            # Else nothing is sent.
-            is_met = life and peer in self._links.met
-            if is_met and swap.sent is None:
+            # Nothing is sent to others, and a swap with them would never close.
+            if life and peer in self._links.met and swap.sent is None:
                 swap.sent, swap.step = own, step
                 said = Said(step, swap.number)
                 self._links.publish(worker, peer, group, own, said)

@@ -17,8 +17,8 @@ MAX_ENTRY_BYTES = 1024
 class Book(Protocol):
     """Where workers publish their addresses, and look up those of their peers.
 
-    The number of a worker is that of its process if it has several: process p of P of
-    worker w has the number w P + p.
+    If a worker has P processes, each has a number of its own in place of the worker's:
+    process p of worker w has w P + p.
 
     An entry is one line of text: the address, HOST:PORT or [HOST]:PORT for IPv6, and
     after a space a token that differs between two starts of the worker. `read` returns

@@ -1,4 +1,4 @@
-"""Connections to the processes of peers: who is there, and what comes.
+"""Connections to the processes of peers, and what they send.
 
 Each process asks every peer for each of its workers, and receives that worker's
 messages on the connection that it has opened, in order. What it says in return, such as
@@ -69,7 +69,7 @@ class _Peer:
 
 
 class Connections:
-    """The processes of peers: who is there, and what they send.
+    """Connections to the processes of peers.
 
     Each process asks every peer for each of its workers, and asks again after an error,
     or if the book has a new entry.
@@ -440,7 +440,7 @@ class Connections:
                     box.clear(peer)
 
     def _compare(self, peer: int, said: Question | Host) -> None:
-        """Notes a peer whose first model differs from that of this process."""
+        """Notes a peer that began with another model than this process."""
         own = self._says["first"]
         if own and said.first and said.first != own and peer in self._peers:
             self._unlike.add(peer)

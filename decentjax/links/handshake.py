@@ -48,7 +48,7 @@ class Question(NamedTuple):
       first: hash of the model that it starts from; "" for any.
       process: number of its process in its worker.
       processes: number of processes of its worker.
-      entries: those of `Seeds` that it knows, by their numbers.
+      entries: the entries of `Seeds` that it knows, by their numbers.
     """
 
     guest: int
@@ -74,7 +74,7 @@ class Host(NamedTuple):
       first: hash of the model that it starts from; "" for any.
       process: number of its process in its worker.
       processes: number of processes of its worker.
-      entries: those of `Seeds` that it knows, by their numbers.
+      entries: the entries of `Seeds` that it knows, by their numbers.
     """
 
     worker: int

@@ -10,7 +10,7 @@
 - The end of a connection means the end of the process, unless it can be asked again at
   once. Silence means that it is frozen, or its network is cut.
 - The processes of a worker of several decide as one, see `worker_job`. Each calls the
-  same methods, in the same order.
+  same methods in the same order, and in one thread: answers have no name of a call.
 """
 
 import functools

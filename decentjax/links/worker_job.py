@@ -136,6 +136,7 @@ class _Several(OneProcess):
         self, name: str, edge: Edge, compute: Callable[[], list[Message]]
     ) -> list[Message]:
         def found() -> list[Any]:
+            # A wait in it releases the lock, so that messages come in.
             with self._bell.lock:
                 messages = compute()
                 self._tidy(edge, {one.arrays for one in messages})
@@ -437,10 +438,7 @@ class Follower(_Several):
 
 
 def join_worker(
-    party: PeerProcess,
-    inbox: Inbox,
-    bell: Bell,
-    has: Has,
+    party: PeerProcess, inbox: Inbox, bell: Bell, has: Has
 ) -> tuple[OneProcess, int]:
     """Meets the other processes of a worker, and returns their common life.
 

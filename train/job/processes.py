@@ -413,7 +413,7 @@ class _Job:
         members = [x for x in self._children if self._group(x.process) == group]
         if has_failed and group not in self._broken:
             self._broken[group], child.after = child, self.output.life.step
-            # A worker cannot continue, and those of a job say what they have lost.
+            # A worker cannot continue; the processes of a job say what they have lost.
             at_once = bool(group) and not self.asked
             term = time.monotonic() + (0.0 if at_once else GRACE_SECONDS)
             self._escalation.append((term, signal.SIGTERM, members))

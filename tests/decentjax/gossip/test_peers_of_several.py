@@ -72,6 +72,9 @@ def test_its_processes_merge_the_same_contributions_of_a_quorum(how, tmp_path):
     for one, other in found_in(output).values():
         assert (one["merged"], one["bias"]) == (other["merged"], other["bias"])
         assert one["merged"].count("Taken") > 4
+        # The vector, which both have, counts once.
+        assert one["norms"] == other["norms"]
+        assert one["norms"][0] == pytest.approx(one["norms"][1], rel=1e-5)
 
 
 @pytest.mark.slow
