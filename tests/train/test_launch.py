@@ -732,7 +732,7 @@ workers, n, mesh = distributed.initialize_peer()
 own, folder = str(workers[0]), Path(sys.argv[1])
 with (folder / own).open("a") as file:
     file.write(".")
-print("worker", own, "of", n)
+print(f"worker {own} of {n}")
 if own == "3" and (folder / own).read_text() == ".":
     os.kill(os.getpid(), 9)
 while (folder / "3").read_text() != "..":

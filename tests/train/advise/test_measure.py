@@ -196,7 +196,6 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
     network.install(monkeypatch)
     config, mesh = on_mesh(6, 1), worker_mesh(6)
     monkeypatch.setattr(Given, "workers", [4, 5])
-    monkeypatch.setattr(measure, "worker_mesh", lambda count, *_: worker_mesh(count))
 
     def gather(_, value):
         other = [[0, 1, 2, 3], [7.0, 8.0, 9.0]]
