@@ -36,7 +36,7 @@ from decentjax.gossip.merging import (
 from decentjax.gossip.patience import AutoPatience, Waits
 from decentjax.gossip.port import Arrival, Port
 from decentjax.gossip.quorum import NUM_PARTS, Quorum, QuorumMeans, far
-from decentjax.links import Links, Message, PeerProcess, check_party
+from decentjax.links import Links, Message, PeerProcess, Seen, check_party
 from decentjax.plan import Plan, rounds_of, topology_of
 from decentjax.rounds import Rounds, RoundState
 from decentjax.state import WorkerState
@@ -78,6 +78,7 @@ class PartyPort(Port):
         party.check(num_workers)
         self.party, self._used = party, used or (lambda _: None)
         self._links: Links | None = None
+        self._seen: Seen | None = None
         self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
         self.joined_from: dict[int, int] = {}
 
@@ -94,6 +95,11 @@ class PartyPort(Port):
     def alive(self) -> set[int]:
         """The workers of other processes that are alive."""
         return self.links.alive()
+
+    def look(self) -> Seen:
+        """What is known about the others; counts until the next look."""
+        self._seen = self.links.look()
+        return self._seen
 
     def show(self, state: WorkerState, step: int) -> None:
         """Sets the step that this process reports, and sends the state to guests."""
@@ -229,7 +235,7 @@ class PeerPort(PartyPort):
     def living(self) -> list[int]:
         """The workers that take part, including those of this process."""
         # Not those that still look for a state to begin with.
-        begun = self.links.ahead(-1) & self.links.met
+        begun = (self._seen or self.look()).ahead(-1) & self.links.met
         return sorted(begun | set(self.party.workers))
 
     @property
@@ -293,7 +299,8 @@ class PeerPort(PartyPort):
         return far(once(one), once(other), self.links.total)
 
     def show(self, state: WorkerState, step: int) -> None:
-        if guests := self.links.joining():
+        if guests := self.look().guests:
+            self.links.serve(guests)
             rows = self.states.rows(adopted(state))
             of_workers = dict(zip(self.party.workers, rows, strict=True))
             said = self._way.said(step, *[0] * self._num_parts)
@@ -448,7 +455,8 @@ class PeerPort(PartyPort):
         living = list(range(count))
         if self._links is not None:
             # Who has ended regularly leaves no data to the others.
-            living = sorted({*self.living(), *self._links.left()})
+            left = (self._seen or self.look()).left
+            living = sorted({*self.living(), *left})
         for i in self.party.workers:
             shard = shard_of(i, step, living, count)
             self._reading[i] = shard, self.ledger.next_batch(i, shard)

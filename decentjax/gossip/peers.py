@@ -23,7 +23,7 @@ from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.port import Record
 from decentjax.gossip.quorum import Quorum
 from decentjax.gossip.thread import Beside, check_beside
-from decentjax.links import Links, PeerProcess
+from decentjax.links import Links, PeerProcess, Seen
 from decentjax.methods import Wagma
 from decentjax.placement import place
 from decentjax.plan import Plan
@@ -158,6 +158,7 @@ class Peers(Beside):
         super().__init__(local, plan, party.mesh, port, record, party.workers)
         self._peers, self._is_away, self._is_lone = port, True, True
         self._lives: dict[int, int] = {}  # Of the peers that it has met.
+        self._silences = 0
 
     @property
     def links(self) -> Links:
@@ -258,15 +259,17 @@ class Peers(Beside):
         elif not peers.rejoins:
             return found
         while True:
-            if self._must_look(found.step):
+            seen = peers.look()
+            if self._must_join(found.step, seen):
                 new = self._joined(found, batch if is_first else None, ended)
                 found = new if found.how == "own" or new.how == "joined" else found
-            if self.has_quorum() or ended():
+                seen = peers.look()
+            if self._is_quorum(seen) or ended():
                 break
             self._is_away = True  # The others may train without this process.
             time.sleep(QUORUM_SECONDS)
         if peers.rejoins:
-            self.links.met = {*self.alive(), *peers.party.workers}
+            self.links.met = {*seen.lives, *peers.party.workers}
         continues = found.step == self._next
         if continues and (due := peers.due(found.step)) > found.step:
             self.skip_to(due)
@@ -288,26 +291,26 @@ class Peers(Beside):
                 "patience and a plan that may miss messages, to join them"
             )
 
-    def _must_look(self, step: int) -> bool:
+    def _must_join(self, step: int, seen: Seen) -> bool:
         """Whether peers may have a state that this process must take."""
-        lives = self.links.lives()
-        new = {j for j, life in lives.items() if self._lives.get(j) != life}
-        self._lives |= lives
-        was_silent = self._peers.elastic is not None and self.links.was_silent()
-        is_away = self._is_away or was_silent
-        self._is_away = False
+        new = {j for j, life in seen.lives.items() if self._lives.get(j) != life}
+        self._lives |= seen.lives
+        was_silent = self._peers.elastic is not None and seen.silences > self._silences
+        is_away, self._is_away = self._is_away or was_silent, False
+        self._silences = seen.silences
         # It has trained without the others, as it did not find them in time.
-        is_lone = self._is_lone and new and new & self.links.ahead(step + MOST_BEHIND)
+        is_lone = self._is_lone and new & seen.ahead(step + MOST_BEHIND)
         return self._peers.may_join and bool(is_away or is_lone)
 
     def has_quorum(self) -> bool:
         """Whether as many workers are alive as `elastic` wants; a call waits for it."""
+        return not self._is_open or self._is_quorum(self._peers.look())
+
+    def _is_quorum(self, seen: Seen) -> bool:
         elastic = self._peers.elastic
-        if elastic is None or not self._is_open:
-            return True
         # A process that has finished counts, so that the last ones can finish too.
-        there = {*self.alive(), *self._peers.party.workers, *self.links.left()}
-        return len(there) >= elastic.quorum
+        there = {*seen.lives, *self._peers.party.workers, *seen.left}
+        return elastic is None or len(there) >= elastic.quorum
 
     def next_reads(self, step: int) -> list[tuple[int, int]]:
         """Returns the shard and the batch that each worker here reads in a step.

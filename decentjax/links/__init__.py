@@ -3,7 +3,7 @@
 from decentjax.links.address_book import Addresses, Book, Folder, Seeds, Store
 from decentjax.links.channel import Piece
 from decentjax.links.inbox import Edge, Inbox, Message, Said
-from decentjax.links.links import Links
+from decentjax.links.links import Links, Seen
 from decentjax.links.peer_process import MIN_SECRET_BYTES, PeerProcess, check_party
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Piece",
     "Said",
     "Seeds",
+    "Seen",
     "Store",
     "check_party",
 ]

@@ -121,7 +121,7 @@ class Connections:
             "process": party.process,
             "processes": party.num_processes,
         }
-        self._was_silent, self._closing = False, threading.Event()
+        self._silences, self._closing = 0, threading.Event()
         self._threads = Threads()
         how = party.book, self._secret, tls, self._says, self._slices
         self._caller = Caller(*how, is_known=self._is_known)
@@ -182,7 +182,7 @@ class Connections:
             case "refused", (int(peer), str(why)):
                 self.refused[peer] = why
             case "silent", ():
-                self._was_silent = True
+                self._silences += 1
             case "met", (int(peer),):
                 self.refused.pop(peer, None)
 

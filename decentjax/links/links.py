@@ -16,7 +16,7 @@
 import functools
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -41,6 +41,29 @@ def decided(method: Callable[Given, Answer]) -> Callable[Given, Answer]:
         return links.agree(method.__name__, compute)
 
     return answered
+
+
+class Seen(NamedTuple):
+    """The workers of other processes at a moment.
+
+    Args:
+      lives: `life_of` each live one.
+      steps: the step that each live one has reported.
+      left: those that have ended regularly.
+      guests: those that have requested a whole state, each with the worker of this
+        process whose state it is.
+      silences: how often this process was frozen, and so declared lost.
+    """
+
+    lives: dict[int, int]
+    steps: dict[int, int]
+    left: set[int]
+    guests: set[tuple[int, int]]
+    silences: int
+
+    def ahead(self, step: int) -> set[int]:
+        """Returns the live workers that are past a step."""
+        return {peer for peer, at in self.steps.items() if at > step}
 
 
 class Links(Connections):
@@ -298,10 +321,23 @@ class Links(Connections):
             self.bell.wait(heard)
         return self.ahead(step)
 
-    @decided
-    def lives(self) -> dict[int, int]:
-        """Returns `life_of` each worker of another process that is alive."""
-        return {peer: self._peers[peer].life for peer in self.alive()}
+    def look(self) -> Seen:
+        """Returns what is known about the others, the same in all of the worker."""
+        return Seen(*self.agree("look", self._look))
+
+    def _look(self) -> tuple[Any, ...]:
+        with self.bell.lock:
+            alive = self._inbox.alive - self._slices.keys()
+            peers = {peer: self._peers[peer] for peer in alive}
+            return tuple(
+                Seen(
+                    {peer: one.life for peer, one in peers.items()},
+                    {peer: one.step for peer, one in peers.items()},
+                    {*self._left},
+                    {(i, j) for i, j in self._joining if i in self._inbox.alive},
+                    self._silences,
+                )
+            )
 
     @decided
     def life_of(self, peer: int) -> int:
@@ -312,21 +348,13 @@ class Links(Connections):
         """
         return self._peers[peer].life
 
-    @decided
-    def left(self) -> set[int]:
-        """Returns the workers that have ended regularly."""
-        return {*self._left}
-
-    @decided
     def alive(self) -> set[int]:
         """Returns the workers that have answered and whose process has not died."""
-        with self.bell.lock:
-            return self._inbox.alive - self._slices.keys()
+        return {*self.look().lives}
 
-    @decided
     def ahead(self, step: int) -> set[int]:
         """Returns the live workers that are past a step."""
-        return {peer for peer in self.alive() if self._peers[peer].step > step}
+        return self.look().ahead(step)
 
     @decided
     def ask_to_join(self, worker: int, peer: int) -> None:
@@ -334,16 +362,10 @@ class Links(Connections):
         known = self._peers[peer]
         self._box(worker, peer).tell(Frame(JOINS, worker, peer), known.life)
 
-    @decided
-    def joining(self) -> set[tuple[int, int]]:
-        """Returns the workers that have requested a whole state since the last call.
-
-        Each with the worker of this process whose state it is.
-        """
+    def serve(self, guests: set[tuple[int, int]]) -> None:
+        """Forgets the requests of guests, which have now got a whole state."""
         with self.bell.lock:
-            found = {(i, j) for i, j in self._joining if i in self._inbox.alive}
-            self._joining -= found
-        return found
+            self._joining -= guests
 
     def behind(self, step: int) -> set[int]:
         """Returns the connected workers that have not reported to be past a step."""
@@ -353,12 +375,6 @@ class Links(Connections):
     def at(self, step: int) -> None:
         """Sets the step that this process reports."""
         self._step = step
-
-    @decided
-    def was_silent(self) -> bool:
-        """Whether this process was frozen since the last call, and so declared lost."""
-        found, self._was_silent = self._was_silent, False
-        return found
 
     def _run(self, wait: Any) -> Any:
         return run(wait, self.bell, self.check)

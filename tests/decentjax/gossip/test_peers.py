@@ -790,7 +790,7 @@ def test_a_process_that_ends_serves_its_peers_to_the_last(tmp_path):
             message = links.wait(1, 0, number, 0, time.monotonic() + LONG)
             assert message is not None
             np.testing.assert_array_equal(message.arrays[0], [0, 1, 2])
-        wait_until(lambda: links.left() == {0})
+        wait_until(lambda: links.look().left == {0})
         links.close()
 
 

@@ -236,7 +236,7 @@ def test_the_last_contribution_of_who_has_ended_counts_for_its_round(three):
             end = time.monotonic() + LONG
             while 2 in three.links[0].alive() and time.monotonic() < end:
                 time.sleep(0.01)
-            assert three.links[0].left() == {2}
+            assert three.links[0].look().left == {2}
         used, _ = ways[0].take(0, 0, rows[0], step, 0.0)
     np.testing.assert_allclose([x.weight for x in used.models], 1 / 3, rtol=1e-6)
 

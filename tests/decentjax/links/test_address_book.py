@@ -188,7 +188,7 @@ def test_a_question_in_another_form_is_left(tmp_path, capfd):
                 send_words(stranger, {"nonce": "0", "says": says, "mac": mac})
                 assert stranger.recv(1) == b""
         assert not host._outbox.boxes
-        assert host.joining() == host._unlike == set()
+        assert host.look().guests == host._unlike == set()
         with links_of(tmp_path, 1) as guest:
             assert goes_on(host, guest, 0)
     assert "Traceback" not in capfd.readouterr().err
@@ -261,7 +261,7 @@ def test_a_host_that_says_anything_later_is_lost_and_no_more(word, tmp_path, cap
         with speaking(lambda digest: HOST | {"digest": digest}, then) as address:
             (tmp_path / "worker-1").write_text(f"{address} 7")
             until(lambda: 5 in steps and not one.alive())
-        assert one.left() == set()
+        assert one.look().left == set()
         assert not one.newest_number(0, 1, 0) >= 0
     assert "Traceback" not in capfd.readouterr().err
 
@@ -281,5 +281,5 @@ def test_who_has_a_number_of_nobody_is_dropped(tmp_path):
         with contextlib.closing(one._caller.dial(address_of(one))) as connection:
             one._caller.ask(connection, 9, 0)
             assert connection.recv(1) == b""
-        assert one.joining() == set()
+        assert one.look().guests == set()
         assert not one._outbox.boxes

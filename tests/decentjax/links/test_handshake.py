@@ -297,7 +297,7 @@ def test_a_guest_hears_where_the_host_is_and_when_it_ends(tmp_path):
             host.at(7)
             until(lambda: guest.ahead(6) == {0})
             heard = guest.bell.count
-        until(lambda: guest.left() == {0})
+        until(lambda: guest.look().left == {0})
         assert guest.bell.count > heard
         assert guest.alive() == set()
         assert not guest.life_of(0)
@@ -308,7 +308,7 @@ def test_a_stranger_and_one_of_another_run_do_not_keep_a_connection(tmp_path):
         with pytest.raises(RefusedError):
             ask_at(one, address_of(host), 0)
         assert not host._outbox.boxes
-        assert host.joining() == set()
+        assert host.look().guests == set()
 
 
 def test_a_host_that_is_silent_is_lost_and_found(tmp_path, monkeypatch):
@@ -328,10 +328,9 @@ def test_who_asks_to_join_is_known_and_keeps_its_connection(tmp_path):
         host.meet([1], time.monotonic() + LONG)
         guest.meet([0], time.monotonic() + LONG)
         guest.ask_to_join(1, 0)
-        found = set()
-        until(lambda: found.update(host.joining()) or found)
-        assert found == {(1, 0)}
-        assert host.joining() == set()
+        until(lambda: host.look().guests == {(1, 0)})
+        host.serve({(1, 0)})
+        assert host.look().guests == set()
         assert goes_on(host, guest, 0)
 
 

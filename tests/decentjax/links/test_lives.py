@@ -136,13 +136,13 @@ def test_the_last_message_of_one_that_ends_stays(tmp_path, monkeypatch):
     before = time.monotonic()
     ending = threading.Thread(target=other.close)
     ending.start()
-    until(lambda: 1 in one.left())
+    until(lambda: 1 in one.look().left)
     while ending.is_alive():
-        assert 1 in one.left()
+        assert 1 in one.look().left
         assert one.alive() <= {2}
     assert time.monotonic() < before + 3.5  # Two seconds for the slow one.
     assert one.has_sent(0, 1, 0, 7)
-    assert 1 in one.left()
+    assert 1 in one.look().left
     stop.set()
     close(one, slow)
 
