@@ -351,17 +351,35 @@ def mix_encoded(
     Raises:
       ValueError: if the axis has a different size.
     """
+    messages = only_messages(coded)
+    came = exchanged(lambda _: messages, exchange, axis_name, lowering)
+    return differences(coded, came, exchange, codec, axis_name)
+
+
+def exchanged(
+    outgoing: Callable[[int], Any],
+    exchange: Exchange,
+    axis_name: AxisName,
+    lowering: Lowering,
+) -> list[Any]:
+    """The messages that come in each permute.
+
+    Args:
+      outgoing: function that returns the messages to send in a permute, by its place.
+      exchange: as in `mix_encoded`.
+      axis_name: as in `mix_encoded`.
+      lowering: as in `mix_encoded`.
+    """
     check_size(exchange, axis_name)
 
-    def sent(pairs: Sequence[tuple[int, int]]) -> Any:
+    def moved(place: int, pairs: Sequence[tuple[int, int]]) -> Any:
         def move(x: jax.Array, axis_name: AxisName) -> jax.Array:
             whole = functools.partial(permute, pairs=pairs, axis_name=axis_name)
             return in_pieces(whole, x, lowering.piece_bytes)
 
-        return _moved(move, coded, axis_name)
+        return _moved(move, outgoing(place), axis_name)
 
-    came = [sent(pairs) for pairs in routes_of(as_permutations(exchange))]
-    return differences(coded, came, exchange, codec, axis_name)
+    return [moved(*one) for one in enumerate(routes_of(as_permutations(exchange)))]
 
 
 def only_messages(coded: Any) -> Any:
@@ -409,7 +427,7 @@ def mean_encoded(
       ValueError: if the size of the axis differs.
     """
     check_size(exchange, axis_name)
-    gathered = _moved(lax.all_gather, coded, axis_name)
+    gathered = _moved(lax.all_gather, only_messages(coded), axis_name)
 
     def mean(number: int, leaf: jax.Array, every: Encoded) -> jax.Array:
         decode = on_whole(of_leaf(codec, number), leaf).decode
@@ -425,12 +443,12 @@ def mean_encoded(
     return {n: mean(n, leaf, gathered[n]) for n, (leaf, _) in coded.items()}
 
 
-def _moved(move: Callable[..., jax.Array], coded: Any, axis_name: AxisName) -> Any:
+def _moved(move: Callable[..., jax.Array], messages: Any, axis_name: AxisName) -> Any:
     """Moves all arrays of a dtype as one: each small array would cost a call.
 
     Args:
       move: function of a vector and the axis; it may add leading dims.
-      coded: dict of (leaf, message) by number.
+      messages: messages by number.
       axis_name: mapped axis of the workers.
     """
 
@@ -440,7 +458,7 @@ def _moved(move: Callable[..., jax.Array], coded: Any, axis_name: AxisName) -> A
         moved = in_joined(one, arrays, [x.dtype for x in arrays])
         return jax.tree.unflatten(structure, moved)
 
-    return on_own_slice(joined, only_messages(coded), axis_name)
+    return on_own_slice(joined, messages, axis_name)
 
 
 def as_permutations(exchange: Exchange) -> Exchange:

@@ -1,33 +1,33 @@
 """Compressed messages of rounds, and the compensation of their errors."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
-from decentjax._core.collectives import sum_dtype
-from decentjax._rounds.schedule import Schedule
+from decentjax._core.collectives import AxisName, sum_dtype
+from decentjax._rounds.low_rank import LowRank
+from decentjax._rounds.schedule import Round, Schedule
+from decentjax._rounds.sending import Coded, Compression, Leaves, check_real
 from decentjax.codec import (
     Codec,
     Codecs,
-    Encoded,
+    differences,
     empty_message,
     exact,
     mean_encoded,
-    mix_encoded,
     of_leaf,
     on_shards,
     on_whole,
 )
 from decentjax.exchange import Exchange, Groups
+from decentjax.mixing import Lowering
 
-__all__ = ["copies", "drift", "error_feedback"]
-
-Leaves = dict[int, Any]
-"""Leaves of a model, by their number in the order of `jax.tree.leaves`."""
+__all__ = ["copies", "drift", "error_feedback", "low_rank"]
 
 STREAM = 0x636F6465  # Separates its random numbers from those of the loss.
 LEAST_KEPT = 0.75  # Least `Codec.keeps`: with less, errors accumulate.
@@ -42,7 +42,6 @@ class _Kind(NamedTuple):
       remember: function of (memory, payload, decoded payload) that returns the memory.
       merge: function of (rate, leaf, average, moved, anchor) to (moved, average of the
         leaf).
-      average: averaging of messages over the axis of the workers.
       rate: function of a codec that returns c, if none is given.
       knows: whether the memory is the peers' copy of the leaf; otherwise it is an
         error.
@@ -54,7 +53,6 @@ class _Kind(NamedTuple):
     payload: Callable[..., jax.Array]
     remember: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     merge: Callable[..., tuple[jax.Array | None, jax.Array]]
-    average: Callable[..., Any]
     rate: Callable[[Codec], float] = lambda codec: 1.0
     knows: bool = False
     sends_changes: bool = False
@@ -65,7 +63,6 @@ _OF_MODELS = _Kind(
     payload=lambda keep, x, e, z: x + keep * e,
     remember=lambda e, payload, q: payload - q,
     merge=lambda rate, x, d, s, z: (None, x + rate * d),
-    average=mix_encoded,
     rate=lambda codec: 0.5 if codec.keeps < 0.9 else 1.0,
 )
 _OF_DRIFT = _Kind(
@@ -73,7 +70,6 @@ _OF_DRIFT = _Kind(
     payload=lambda keep, x, e, z: x + keep * e - z,
     remember=lambda e, payload, q: payload - q,
     merge=lambda rate, x, mean, s, z: (None, z + mean),
-    average=mean_encoded,
     sends_changes=True,
 )
 _OF_COPIES = _Kind(
@@ -81,7 +77,6 @@ _OF_COPIES = _Kind(
     payload=lambda keep, x, h, z: x - h,
     remember=lambda h, payload, q: h + q,
     merge=lambda rate, x, d, s, z: (s + d, x + rate * (s + d)),
-    average=mix_encoded,
     rate=lambda codec: codec.keeps,
     knows=True,
     sends_changes=True,
@@ -89,8 +84,8 @@ _OF_COPIES = _Kind(
 
 
 @dataclasses.dataclass(frozen=True)
-class Compression:
-    """How a worker encodes leaves; made by `error_feedback`, `drift` or `copies`.
+class Encoding(Compression):
+    """A codec for leaves, and how its errors are compensated.
 
     Args:
       codec: C, or a tree with that of each leaf, or None.
@@ -120,6 +115,18 @@ class Compression:
             raise ValueError(
                 f"keep must be in [0, 1] and rate in (0, 1], got {self.keep} and {rate}"
             )
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
+
+    @property
+    def sends_changes(self) -> bool:
+        return self.kind.sends_changes
+
+    @property
+    def is_of_all(self) -> bool:
+        return self.kind == _OF_DRIFT
 
     def sharding(self, number: int) -> NamedSharding | None:
         """The sharding of a leaf, by its number."""
@@ -177,6 +184,66 @@ class Compression:
                 "use the complete graph, or no codec"
             )
 
+    def init(self, schedule: Schedule, leaves: Leaves, is_late: bool) -> Coded:
+        zeros = {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}
+        messages = {
+            n: empty_message(of_leaf(self.codec, n), x, self.sharding(n))
+            for n, x in zeros.items()
+            if is_late
+        }
+        if not self.kind.knows:
+            return Coded(zeros, {}, messages)
+        # All start from the same model, which every peer knows.
+        known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
+        return Coded(known, zeros, messages)
+
+    def encode(
+        self, one: Round, leaves: Leaves, anchor: Leaves, key: jax.Array, coded: Coded
+    ) -> Coded:
+        memory, messages = dict(coded.memory), dict(coded.messages)
+        kind, key = self.kind, jax.random.fold_in(key, STREAM)
+        for number, x in leaves.items():
+            check_real(number, x)
+            wide, before = x.astype(sum_dtype(x)), memory[number]
+            seen = as_seen(anchor[number], x) if number in anchor else None
+            payload = kind.payload(self.keep, wide, before, seen)
+            codec = self.codec_of(number, x)
+            message = codec.encode(payload, jax.random.fold_in(key, number))
+            decoded = codec.decode(message, x.shape)
+            memory[number] = kind.remember(before, payload, decoded)
+            messages[number] = message
+        return coded._replace(memory=memory, messages=messages)
+
+    def differences(
+        self, coded: Leaves, came: Sequence[Leaves], exchange: Exchange, axis: AxisName
+    ) -> Leaves:
+        return differences(coded, came, exchange, self.codec, axis)
+
+    def average(
+        self,
+        coded: Leaves,
+        exchange: Exchange,
+        axis_name: AxisName,
+        lowering: Lowering = Lowering(),
+    ) -> Leaves:
+        if self.is_of_all:
+            return mean_encoded(coded, exchange, codec=self.codec, axis_name=axis_name)
+        return super().average(coded, exchange, axis_name, lowering)
+
+    def decode(
+        self, one: Round, found: Leaves, sent: Leaves, anchor: Leaves, coded: Coded
+    ) -> tuple[Coded, Leaves]:
+        moved, mixed = dict(coded.moved), {}
+        for number, difference in found.items():
+            x = sent[number].astype(difference.dtype)
+            seen = as_seen(anchor[number], sent[number]) if number in anchor else None
+            after, mixed[number] = self.kind.merge(
+                self.rate_of(number), x, difference, moved.get(number), seen
+            )
+            if after is not None:
+                moved[number] = after
+        return coded._replace(moved=moved), mixed
+
 
 def error_feedback(
     codec: Any, keep: float = 1.0, rate: float | None = None, shards: Any = None
@@ -217,7 +284,7 @@ def error_feedback(
 
     Source: Tang et al., DeepSqueeze (2019), Algorithm 1.
     """
-    made = Compression(codec, _OF_MODELS, keep, rate, shards)
+    made = Encoding(codec, _OF_MODELS, keep, rate, shards)
     for one in _each(made.codec):
         if one.keeps < LEAST_KEPT:
             raise ValueError(
@@ -263,7 +330,7 @@ def drift(codec: Any, keep: float = 1.0, shards: Any = None) -> Compression:
 
     Source: Sarfi et al., SparseLoCo (2025).
     """
-    return Compression(codec, _OF_DRIFT, keep, shards=shards)
+    return Encoding(codec, _OF_DRIFT, keep, shards=shards)
 
 
 def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compression:
@@ -295,13 +362,51 @@ def copies(codec: Any, rate: float | None = None, shards: Any = None) -> Compres
     Source: Koloskova et al., Decentralized Stochastic Optimization and Gossip
     Algorithms with Compressed Communication (2019), Algorithm 2.
     """
-    made = Compression(codec, _OF_COPIES, rate=rate, shards=shards)
+    made = Encoding(codec, _OF_COPIES, rate=rate, shards=shards)
     unknown = [one.name for one in _each(made.codec) if not one.keeps]
     if rate is None and unknown:
         raise ValueError(
             f"{unknown[0]} does not state what it keeps of a number: give copies a rate"
         )
     return made
+
+
+def low_rank(
+    rank: int, message_dtype: DTypeLike | None = None, min_rate: float = 2.0
+) -> LowRank:
+    """Sends low-rank differences of models between neighbors: PowerGossip.
+
+    With D = x_j - x_i of a matrix of two neighbors, [m, n], which is never formed, and
+    an orthonormal basis q that both have from their last exchange, [n, r]:
+
+        p = x_j q - x_i q,    x_i <- x_i + W_ij p q^T,    next q: a basis of p
+
+    and in the next exchange of the edge likewise of D^T. So each exchange is one step
+    of a power iteration, with one message of r columns on each edge. What is not sent
+    stays in D, and the mean of all models is kept. For a symmetric graph whose edges
+    recur, such as ring, one_peer_ring or hypercube. Leaves of more dims are matrices of
+    the fewest rows and columns together. Those that would hardly be smaller, as of one
+    dim, are sent whole.
+
+    Args:
+      rank: r.
+      message_dtype: dtype of the sent columns, such as "bfloat16"; None for that of
+        the leaf. Both ends use the rounded numbers.
+      min_rate: least ratio of a leaf's numbers to its factors' with which it is not
+        sent whole.
+
+    Raises:
+      ValueError: if a number is out of range.
+      TypeError: if the dtype is none of floats.
+
+    Examples:
+      >>> from decentjax import Rounds, topology
+      >>> from decentjax.compression import low_rank
+      >>> plan = Rounds(topology.ring(8), delay=1, compression=low_rank(16))
+
+    Source: Vogels, Karimireddy, Jaggi: PowerGossip (2020), and its code.
+    """
+    return LowRank(rank, message_dtype, min_rate)
 
 
 def _codecs(codec: Any) -> Codecs:
@@ -336,107 +441,6 @@ def _each(codecs: Codecs) -> tuple[Codec, ...]:
     return (codecs,) if isinstance(codecs, Codec) else codecs
 
 
-class Coded(NamedTuple):
-    """The state of a compression, by number of the leaf.
-
-    Args:
-      memory: e, or h; float32 at least.
-      moved: s, of `copies`.
-      messages: the last messages sent; empty if a round ends in the step in which it
-        begins.
-    """
-
-    memory: Leaves
-    moved: Leaves
-    messages: dict[int, Encoded]
-
-
-def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded:
-    """The first memory of a worker.
-
-    Args:
-      compression: the compression.
-      leaves: the leaves to send.
-      is_late: whether messages outlive the step that sends them.
-    """
-
-    zeros = {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}
-    messages = {
-        n: empty_message(of_leaf(compression.codec, n), x, compression.sharding(n))
-        for n, x in zeros.items()
-        if is_late
-    }
-    if not compression.kind.knows:
-        return Coded(zeros, {}, messages)
-    # All start from the same model, which every peer knows.
-    known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
-    return Coded(known, zeros, messages)
-
-
-def encode_leaves(
-    compression: Compression,
-    leaves: Leaves,
-    anchor: Leaves,
-    key: jax.Array,
-    coded: Coded,
-) -> Coded:
-    """Returns the messages of some leaves, and the memory after them.
-
-    Args:
-      compression: the compression.
-      leaves: the leaves to send.
-      anchor: z, for `drift`.
-      key: the worker's random key in this step.
-      coded: the memory before.
-    """
-    memory, messages = dict(coded.memory), dict(coded.messages)
-    kind, key = compression.kind, jax.random.fold_in(key, STREAM)
-    for number, x in leaves.items():
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"codecs encode real numbers, and leaf {number} of the model is "
-                f"{x.dtype.name}: use no compression, or split it into two real leaves"
-            )
-        wide, before = x.astype(sum_dtype(x)), memory[number]
-        seen = as_seen(anchor[number], x) if number in anchor else None
-        payload = kind.payload(compression.keep, wide, before, seen)
-        codec = compression.codec_of(number, x)
-        message = codec.encode(payload, jax.random.fold_in(key, number))
-        decoded = codec.decode(message, x.shape)
-        memory[number] = kind.remember(before, payload, decoded)
-        messages[number] = message
-    return coded._replace(memory=memory, messages=messages)
-
-
 def as_seen(anchor: jax.Array, leaf: jax.Array) -> jax.Array:
     """The anchor, rounded to the narrower dtype of the model's leaves."""
     return anchor.astype(leaf.dtype).astype(anchor.dtype)
-
-
-def decode_leaves(
-    compression: Compression,
-    differences: Leaves,
-    sent: Leaves,
-    anchor: Leaves,
-    coded: Coded,
-) -> tuple[Coded, Leaves]:
-    """Returns the memory and the averages of leaves, in float32 at least.
-
-    Args:
-      compression: the compression.
-      differences: `sum_j W_ij (q_j - q_i)` of each leaf, or the mean of all q for
-        `drift`.
-      sent: leaves at the time they were sent.
-      anchor: z, for `drift`.
-      coded: the memory and messages.
-    """
-    moved, mixed = dict(coded.moved), {}
-    for number, difference in differences.items():
-        x = sent[number].astype(difference.dtype)
-        seen = as_seen(anchor[number], sent[number]) if number in anchor else None
-        after, mixed[number] = compression.kind.merge(
-            compression.rate_of(number), x, difference, moved.get(number), seen
-        )
-        if after is not None:
-            moved[number] = after
-    return coded._replace(moved=moved), mixed

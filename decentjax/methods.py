@@ -234,7 +234,7 @@ class Tracking(Rounds):
                 f"{self.delay}"
                 f"{', an outer optimizer' if self.outer else ''}"
                 f"{', fragments' if self.fragments else ''}"
-                f"{f', {self.compression.kind.name}' if self.compression else ''}"
+                f"{f', {self.compression.name}' if self.compression else ''}"
                 f"{', count_tokens' if self.count_tokens else ''}"
             )
 

@@ -23,7 +23,7 @@ from decentjax._core.optimizer_state import (
     folded,
     map_keys,
 )
-from decentjax._rounds.schedule import Event, Fragment, Round, Schedule, every
+from decentjax._rounds.schedule import Event, Round, Schedule, every
 from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
 from decentjax.mixing import global_mean
 from decentjax.placement import bound_axis
@@ -285,8 +285,8 @@ class Step(Protocol):
     ) -> tuple[WorkerState, Metrics]: ...
 
 
-Send = Callable[[Rounds, Fragment, WorkerState], WorkerState]
-Receive = Callable[[Rounds, Fragment, WorkerState, Any], WorkerState]
+Send = Callable[[Rounds, Round, WorkerState], WorkerState]
+Receive = Callable[[Rounds, Round, WorkerState, Any], WorkerState]
 
 
 def worker_step(
@@ -410,12 +410,12 @@ def _round_step(
     def end(one: Round, state: WorkerState) -> WorkerState:
         assert one.exchange is not None
         mixed = average(travelling(rounds, one.leaves, state), one.exchange)
-        return receive(rounds, one.leaves, state, mixed)
+        return receive(rounds, one, state, mixed)
 
     def exchange(event: Event, state: WorkerState) -> WorkerState:
         sends, receives = event
         if sends is not None:
-            state = send(rounds, sends.leaves, state)
+            state = send(rounds, sends, state)
         ends = receives if is_late else sends
         if ends is not None:
             state = end(ends, state)

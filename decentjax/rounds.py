@@ -46,16 +46,10 @@ from decentjax._rounds.own_values import (
     unpacked,
     update_packed,
 )
-from decentjax._rounds.schedule import Fragment, Schedule, every
+from decentjax._rounds.schedule import Fragment, Round, Schedule, every
+from decentjax._rounds.sending import Compression, Leaves
 from decentjax.codec import axes_of
-from decentjax.compression import (
-    Compression,
-    Leaves,
-    as_seen,
-    decode_leaves,
-    encode_leaves,
-    init_coded,
-)
+from decentjax.compression import as_seen
 from decentjax.exchange import Exchange, Topology
 from decentjax.mixing import mix
 from decentjax.placement import bound_axis
@@ -247,13 +241,14 @@ class Rounds:
             if self.compression is not None:
                 raise ValueError(
                     "means weighted by tokens send whole models: leave out the "
-                    f"compression or count_tokens, got {self.compression.kind.name}"
+                    f"compression or count_tokens, got {self.compression.name}"
                 )
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """Which rounds begin and end in each step."""
-        return every(self.topology, self.every, self.delay, self.fragments)
+        turns = 1 if self.compression is None else self.compression.turns
+        return every(self.topology, self.every, self.delay, self.fragments, turns)
 
     @property
     def num_workers(self) -> int:
@@ -407,7 +402,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
         rounds.compression.check_leaves(
             num_leaves(rounds.stacked, jax.tree.leaves(params))
         )
-        coded = init_coded(rounds.compression, leaves, is_late)
+        coded = rounds.compression.init(rounds.schedule, leaves, is_late)
     tokens = None
     if rounds.count_tokens is not None:
         tokens = jnp.zeros((2, len(parts)))
@@ -441,18 +436,18 @@ def count_batch(rounds: Rounds, tokens: Any, batch: Any) -> Any:
     return tokens.at[0].add(number[0].astype(tokens.dtype))
 
 
-def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
+def send(rounds: Rounds, one: Round, state: WorkerState) -> WorkerState:
     """Begins a round: the state with its current leaves, encoded or not."""
     carried: RoundState = state.extra
-    leaves = leaves_of(rounds, fragment, state.params)
+    leaves = leaves_of(rounds, one.leaves, state.params)
     if carried.coded is not None:
         assert rounds.compression is not None
-        coded = encode_leaves(
-            rounds.compression, leaves, carried.anchor, state.key, carried.coded
+        coded = rounds.compression.encode(
+            one, leaves, carried.anchor, state.key, carried.coded
         )
         carried = carried._replace(coded=coded)
     if carried.tokens is not None:
-        part = rounds.schedule.fragments.index(fragment)
+        part = rounds.schedule.fragments.index(one.leaves)
         new, zero = carried.tokens[0, part], jnp.zeros((), carried.tokens.dtype)
         tokens = carried.tokens.at[:, part].set(jnp.stack([zero, new]))
         carried = carried._replace(tokens=tokens)
@@ -460,13 +455,13 @@ def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
 
 
 def receive(
-    rounds: Rounds, fragment: Fragment, state: WorkerState, mixed: Leaves
+    rounds: Rounds, one: Round, state: WorkerState, mixed: Leaves
 ) -> WorkerState:
     """Ends a round: `z' = z + outer(z - W x_sent)`, then `x = merge(x, x_sent, z')`.
 
     Args:
       rounds: the rounds.
-      fragment: the leaves that were sent.
+      one: the round that ends.
       state: this worker's current state.
       mixed: the averages of the sent leaves, or the result of `default_mix` for encoded
         ones.
@@ -480,12 +475,12 @@ def receive(
     new = mixed
     if carried.coded is not None:
         assert rounds.compression is not None
-        coded, new = decode_leaves(
-            rounds.compression, mixed, carried.sent, carried.anchor, carried.coded
+        coded, new = rounds.compression.decode(
+            one, mixed, carried.sent, carried.anchor, carried.coded
         )
         carried = carried._replace(coded=coded)
     if rounds.outer is not None:
-        place = rounds.schedule.fragments.index(fragment)
+        place = rounds.schedule.fragments.index(one.leaves)
         new, carried = _move_anchor(rounds.outer, place, new, carried)
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
@@ -583,10 +578,9 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
 def mix_of(compression: Compression) -> Callable[..., Any]:
     """Returns the averaging of encoded leaves over the axis of the workers."""
-    average = functools.partial(compression.kind.average, codec=compression.codec)
 
     def averaged(coded: Any, exchange: Exchange, axis_name: Any = None) -> Any:
-        return average(coded, exchange, axis_name=axis_name or bound_axis())
+        return compression.average(coded, exchange, axis_name or bound_axis())
 
     return averaged
 

@@ -6,6 +6,7 @@ arrive. Like an exchange, a round is static, hashable data. This module does not
 jax.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,11 +26,15 @@ class Round(NamedTuple):
       leaves: numbers of the leaves to send, in the order of `jax.tree.leaves`; None for
         all.
       delay: number of steps; see `decentjax.Rounds`.
+      turn: number of the form of its messages, of a compression that has several.
+      number: that of its exchange, among the different ones of a schedule.
     """
 
     exchange: Exchange | None = None
     leaves: Fragment = None
     delay: int = 0
+    turn: int = 0
+    number: int = 0
 
 
 _NO_ROUND = Round()
@@ -120,6 +125,7 @@ def every(
     num_steps: int,
     delay: int = 0,
     fragments: Sequence[Sequence[int]] | None = None,
+    turns: int = 1,
 ) -> Schedule:
     """Returns the exchanges of a topology, one every H steps; see `decentjax.Rounds`.
 
@@ -128,6 +134,7 @@ def every(
       num_steps: H, the steps from one round to the next, of a fragment to its next.
       delay: steps until a round is merged, at most H.
       fragments: numbers of each fragment's leaves; None for whole models.
+      turns: number of forms of messages, which an exchange takes in turn.
 
     Raises:
       ValueError: if H is less than 1 or than the number of fragments, a fragment is
@@ -160,11 +167,15 @@ def every(
         count = len(fragments)
         begins = {p * num_steps // count: tuple(x) for p, x in enumerate(fragments)}
         name += f" in {count} fragments"
-    rounds = (
-        Round(exchange, begins[step], delay) if step in begins else _NO_ROUND
-        for exchange in topology
-        for step in range(num_steps)
-    )
+    rounds, numbers = list[Round](), dict[Exchange, int]()
+    times = collections.Counter[int]()
+    for exchange in tuple(topology) * turns:
+        number = numbers.setdefault(exchange, len(numbers))
+        turn_of = times[number] % turns
+        times[number] += 1
+        for step in range(num_steps):
+            one = Round(exchange, begins.get(step), delay, turn_of, number)
+            rounds.append(one if step in begins else _NO_ROUND)
     return Schedule(name, tuple(rounds), turn)
 
 

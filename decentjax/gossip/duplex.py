@@ -8,6 +8,8 @@ belong to different programs, on meshes of the same devices in opposite order, a
 these have connections of their own.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +20,8 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import AxisName, is_mixed, permute
 from decentjax._core.joining import join, places_of, split
-from decentjax.codec import Codecs, as_permutations, differences, only_messages
+from decentjax._rounds.sending import Compression
+from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange
 from decentjax.gossip.engine import Engine
 from decentjax.mixing import (
@@ -46,13 +49,13 @@ class Sending(NamedTuple):
 
     Args:
       begin: function of one worker's tree that returns what `end` needs to keep, and
-        the vectors to send.
+        the vectors to send: a list for each permute, or one for all of them.
       end: function of (tree, kept, came) that returns the mixed tree; `came` has the
         vectors that have come in each permute, zeros where none has.
       routes: (sender, receiver) of each message, by permute.
     """
 
-    begin: Callable[[Any], tuple[Any, list[jax.Array]]]
+    begin: Callable[[Any], tuple[Any, list[list[jax.Array]]]]
     end: Callable[[Any, Any, list[list[jax.Array]]], Any]
     routes: Routes
 
@@ -72,14 +75,14 @@ def sending_of(
     def how(x: jax.Array) -> LeafMixing:
         return LeafMixing(exchange, axis_name, message_dtype_of(x, message_dtype), own)
 
-    def begin(params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def begin(params: Any) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         leaves = list(filter(is_mixed, jax.tree.leaves(params)))
         ways = [how(x) for x in leaves]
         shares = [node_share(x, way) for x, way in zip(leaves, ways, strict=True)]
         pairs = zip(shares, ways, strict=True)
         sent = [rounded(x, way.message_dtype) for x, way in pairs]
         kept = shares if exchange.workers_per_node > 1 else []
-        return kept, join(sent, places_of([x.dtype for x in sent]))
+        return kept, [join(sent, places_of([x.dtype for x in sent]))]
 
     def end(params: Any, kept: list[jax.Array], came: list[list[jax.Array]]) -> Any:
         leaves, structure = jax.tree.flatten(params)
@@ -97,28 +100,37 @@ def sending_of(
     return Sending(begin, end, routes_of(exchange))
 
 
-def sending_encoded(exchange: Exchange, codec: Codecs, axis_name: AxisName) -> Sending:
-    """The parts of `mix_encoded`; all arrays of a dtype are one message.
+def sending_encoded(
+    exchange: Exchange, compression: Compression, axis_name: AxisName
+) -> Sending:
+    """The parts of `Compression.average`; all arrays of a dtype are one message.
 
     Args:
       exchange: the exchange, of single workers.
-      codec: as in `mix_encoded`.
-      axis_name: as in `mix_encoded`.
+      compression: how leaves are encoded.
+      axis_name: mapped axis of the workers.
     """
+    routes = routes_of(as_permutations(exchange))
 
-    def begin(coded: Any) -> tuple[tuple, list[jax.Array]]:
-        arrays = jax.tree.leaves(only_messages(coded))
-        return (), join(arrays, places_of([x.dtype for x in arrays]))
+    def outgoing(coded: Any, place: int) -> Any:
+        return compression.outgoing(coded, exchange, place, axis_name)
+
+    def begin(coded: Any) -> tuple[tuple, list[list[jax.Array]]]:
+        count = 1 if compression.sends_alike else len(routes)
+        sent = [jax.tree.leaves(outgoing(coded, place)) for place in range(count)]
+        return (), [join(x, places_of([y.dtype for y in x])) for x in sent]
 
     def end(coded: Any, kept: tuple, came: list[list[jax.Array]]) -> Any:
         del kept
-        arrays, structure = jax.tree.flatten(only_messages(coded))
+        # Of the shapes that come.
+        shapes = jax.eval_shape(functools.partial(outgoing, place=0), coded)
+        arrays, structure = jax.tree.flatten(shapes)
         places, shapes = places_of([x.dtype for x in arrays]), [x.shape for x in arrays]
         parts = [split(one, places, shapes) for one in came]
         messages = [jax.tree.unflatten(structure, one) for one in parts]
-        return differences(coded, messages, exchange, codec, axis_name)
+        return compression.differences(coded, messages, exchange, axis_name)
 
-    return Sending(begin, end, routes_of(as_permutations(exchange)))
+    return Sending(begin, end, routes)
 
 
 _second: Engine | None = None
@@ -193,16 +205,18 @@ class _Way:
         self.routes = [
             [(j, i) for j, i in one if place[j] < place[i]] for one in routes
         ]
-        pairs = [[(place[j], place[i]) for j, i in one] for one in self.routes if one]
+        pairs = [[(place[j], place[i]) for j, i in one] for one in self.routes]
 
-        def move(vectors: list[jax.Array]) -> list[list[jax.Array]]:
-            return [[permute(x, one, AXIS) for x in vectors] for one in pairs]
+        def move(vectors: list[list[jax.Array]]) -> list[list[jax.Array]]:
+            each = itertools.cycle(vectors)
+            found = [(next(each), one) for one in pairs]
+            return [[permute(x, one, AXIS) for x in sent] for sent, one in found if one]
 
         self._mesh = Mesh(order, (AXIS,))
         self._rows = NamedSharding(self._mesh, PartitionSpec(AXIS))
         self._move = jax.jit(over_workers(move, self._mesh))
 
-    def __call__(self, vectors: list[jax.Array]) -> list[list[jax.Array]]:
+    def __call__(self, vectors: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """What comes to this process in each permute, [1, ...] each."""
         # A mesh that the caller has set is of another order.
         with jax.set_mesh(self._mesh):

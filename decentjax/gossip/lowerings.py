@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.codec import Codecs, as_permutations, mix_encoded
+from decentjax._rounds.sending import Compression
+from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.gossip.duplex import Duplex, is_duplex, sending_encoded, sending_of
 from decentjax.mixing import Lowering, mix
@@ -151,16 +152,18 @@ def compiled_mix(
 
 
 def compiled_mix_encoded(
-    exchange: Exchange, codec: Codecs, mesh: Mesh, lowering: Lowering | None = None
+    exchange: Exchange,
+    compression: Compression,
+    mesh: Mesh,
+    lowering: Lowering | None = None,
 ) -> CompiledMix:
-    """Returns `mix_encoded` of stacked encoded leaves."""
+    """Returns the average of stacked encoded leaves, `Compression.average`."""
     axis = axis_of(mesh)
     if lowering is None and _in_two(as_permutations(exchange), mesh):
-        return Duplex(sending_encoded(exchange, codec, axis), mesh)
+        return Duplex(sending_encoded(exchange, compression, axis), mesh)
     of_worker = functools.partial(
-        mix_encoded,
+        compression.average,
         exchange=exchange,
-        codec=codec,
         axis_name=axis,
         lowering=lowering or _of_permutes(mesh),
     )

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.norms import norm_of, sums_of_squares
-from decentjax.codec import mean_encoded, of_leaf
-from decentjax.compression import Compression, Leaves, init_coded
+from decentjax._rounds.sending import Leaves
+from decentjax.codec import of_leaf
+from decentjax.compression import Encoding
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
 from decentjax.gossip.batches_read import Ledger
 from decentjax.gossip.layout import Rows, on_each_device
@@ -371,7 +372,7 @@ class Form(NamedTuple):
       leaves: shapes of the leaves, in the order of their numbers.
     """
 
-    compression: Compression | None
+    compression: Encoding | None
     structure: Any
     leaves: tuple[tuple[int, ...], ...]
 
@@ -392,7 +393,7 @@ class Form(NamedTuple):
             of drift         the mean of all q_j, and q_i
         """
         assert self.compression is not None  # Else the way averages.
-        if self.compression.kind.average is mean_encoded:
+        if self.compression.is_of_all:
             # In the same order on all workers: their anchors stay equal bit for bit.
             return _mean(self, [models[key] for key in sorted(models)])
         return _difference(self, *chosen(graph, used, models))
@@ -409,11 +410,13 @@ class Form(NamedTuple):
         ]
 
 
-def form_of(compression: Compression | None, leaves: Leaves) -> tuple[Form, list[Any]]:
+def form_of(rounds: Rounds, leaves: Leaves) -> tuple[Form, list[Any]]:
     """The form of stacked leaves, and the arrays of their messages, or their shapes."""
     sent: Any = leaves
+    compression: Any = rounds.compression
     if compression is not None:
-        first = jax.vmap(functools.partial(init_coded, compression, is_late=True))
+        first = functools.partial(compression.init, rounds.schedule, is_late=True)
+        first = jax.vmap(first)
         sent = jax.eval_shape(first, leaves).messages
     arrays, structure = jax.tree.flatten(sent)
     of_leaves = tuple(x.shape[1:] for x in jax.tree.leaves(leaves))
@@ -423,7 +426,7 @@ def form_of(compression: Compression | None, leaves: Leaves) -> tuple[Form, list
 def sends_changes(rounds: Rounds) -> bool:
     """Whether messages are parts of a sum, none of which may be lost."""
     one = rounds.compression
-    return rounds.keeps_sums or (one is not None and one.kind.sends_changes)
+    return rounds.keeps_sums or (one is not None and one.sends_changes)
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:

@@ -160,7 +160,8 @@ class PeerPort(PartyPort):
         self._way_of: type[Way] = (
             QuorumMeans if isinstance(merge, Quorum) else WAYS[merge]
         )
-        self._schedule, self._compression = rounds.schedule, rounds.compression
+        self._rounds, self._schedule = rounds, rounds.schedule
+        self._compression = rounds.compression
         self._needs_all, self.waits = sends_changes(rounds), Waits(patience)
         # Without a quorum a topology's models are sent a step ahead, as they are.
         is_ahead = isinstance(plan, Topology) and self._quorum is None
@@ -200,10 +201,15 @@ class PeerPort(PartyPort):
                     "a quorum waits for the others only for a while: give a patience "
                     "in seconds, or an AutoPatience, got inf"
                 )
+        if self._compression is not None and not self._compression.sends_alike:
+            raise ValueError(
+                "peers send the same message to all neighbors, and those of "
+                f"{self._compression.name} differ: use on_mesh or gossip.Background"
+            )
         if self._compression is not None and not self._reports_taken:
             raise ValueError(
                 "a quorum and elastic peers merge whole models, got rounds with "
-                f"{self._compression.kind.name}: leave the compression out"
+                f"{self._compression.name}: leave the compression out"
             )
         if self._needs_all:
             # Otherwise a fast worker would replace a message that its peer has not yet
@@ -249,7 +255,7 @@ class PeerPort(PartyPort):
         leaves = jax.tree.leaves(state.params)
         for group in groups:
             own = {n: leaves[n] for n in group}
-            form, sent = form_of(self._compression, own)
+            form, sent = form_of(self._rounds, own)
             self._forms.append(form)
             self._leaves.append(Layout(list(own.values()), self.party.mesh))
             self._sent.append(Layout(sent, self.party.mesh, self._travels))

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import check_no_own_model
-from decentjax._rounds.schedule import Fragment, Round
-from decentjax.compression import Compression, Leaves
+from decentjax._rounds.schedule import Round
+from decentjax._rounds.sending import Compression, Leaves
 from decentjax.gossip.engine import CLOSING_SECONDS, Closing
 from decentjax.gossip.pipeline import Stage, Stages, stages_of
 from decentjax.gossip.port import Arrival, Port, Record, ignore
@@ -111,7 +111,7 @@ class Beside(Closing):
         self._known: dict[Any, Stages] = {}
         self._whole = _compiled(adapt, mesh)
         self._is_of_models = rounds.averages_models
-        self._begins, self._ends = _programs(rounds, mesh)
+        self._programs = functools.cache(functools.partial(_programs, rounds, mesh))
         counted = functools.partial(count_batch, rounds)
         self._count_batch = jax.jit(over_workers(counted, mesh))
 
@@ -226,11 +226,13 @@ class Beside(Closing):
         rounds, known = self._rounds, jax.tree.map(jnp.copy, state)  # It is donated.
         if not self._is_of_models:
             known = known._replace(extra=())
-            for fragment, begin in self._begins.items():
+            begun = [one for one in rounds.schedule.rounds if one.exchange]
+            for one in dict.fromkeys(map(self._program_of, begun)):
+                begin, end = self._programs(one)
                 extra = begin(state.params, state.key, state.extra)
-                sent = travelling(rounds, fragment, state._replace(extra=extra))
+                sent = travelling(rounds, one.leaves, state._replace(extra=extra))
                 if rounds.compression is None:
-                    self._ends[fragment](state.params, extra, sent)
+                    end(state.params, extra, sent)
             self._whole(*jax.tree.map(jnp.copy, (known.params, known[1:])), batch)
         if rounds.delay:
             stages = self._stages(known, batch)
@@ -352,10 +354,17 @@ class Beside(Closing):
                 self._carry(one, state, begun)
 
     def _send(self, one: Round, state: WorkerState, step: int) -> WorkerState:
-        extra = self._begins[one.leaves](state.params, state.key, state.extra)
+        begin, _ = self._programs(self._program_of(one))
+        extra = begin(state.params, state.key, state.extra)
         state = state._replace(extra=extra)
         self._carry(one, state, step)
         return state
+
+    def _program_of(self, one: Round) -> Round:
+        """What the programs of a round depend on: but for low rank its leaves."""
+        coded = self._rounds.compression
+        is_of_edges = coded is not None and not coded.sends_alike
+        return one if is_of_edges else one._replace(exchange=None, number=0)
 
     def _carry(self, one: Round, state: WorkerState, step: int) -> None:
         group = self._rounds.schedule.fragments.index(one.leaves)
@@ -378,7 +387,8 @@ class Beside(Closing):
 
     def _receive(self, one: Round, state: WorkerState, step: int) -> WorkerState:
         mixed = self._arrived(self._arriving.popleft(), step)
-        params, extra = self._ends[one.leaves](state.params, state.extra, mixed)
+        _, end = self._programs(self._program_of(one))
+        params, extra = end(state.params, state.extra, mixed)
         return state._replace(params=params, extra=extra)
 
     def _arrived(self, arrival: Arrival, step: int) -> Leaves:
@@ -463,21 +473,15 @@ def _compiled(adapt: Adapt, mesh: Mesh) -> Callable[..., NewState]:
     return jax.jit(over_workers(local, mesh), donate_argnums=1)
 
 
-def _programs(rounds: Rounds, mesh: Mesh) -> tuple[dict[Fragment, Any], ...]:
-    """Begin and end of each round, by the leaves that it sends."""
+def _programs(rounds: Rounds, mesh: Mesh, one: Round) -> tuple[Any, Any]:
+    """Begin and end of a round."""
 
-    def begin(params: Any, key: Any, extra: Any, fragment: Fragment) -> Any:
-        return send(rounds, fragment, WorkerState(params, (), (), key, extra)).extra
+    def begin(params: Any, key: Any, extra: Any) -> Any:
+        return send(rounds, one, WorkerState(params, (), (), key, extra)).extra
 
-    def end(params: Any, extra: Any, mixed: Leaves, fragment: Fragment) -> Any:
+    def end(params: Any, extra: Any, mixed: Leaves) -> Any:
         state = WorkerState(params, (), (), jax.random.key(0), extra)
-        new = receive(rounds, fragment, state, mixed)
+        new = receive(rounds, one, state, mixed)
         return new.params, new.extra
 
-    def compiled(function: Callable) -> dict[Fragment, Any]:
-        return {
-            one: jax.jit(over_workers(functools.partial(function, fragment=one), mesh))
-            for one in rounds.schedule.fragments
-        }
-
-    return compiled(begin), compiled(end)
+    return jax.jit(over_workers(begin, mesh)), jax.jit(over_workers(end, mesh))

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax._core.dtypes import float_dtype
-from decentjax.codec import mix_encoded
-from decentjax.compression import Compression, Leaves
+from decentjax._rounds.sending import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.lowerings import (
@@ -159,8 +158,8 @@ class Carrier(Port):
 
     def _lower_encoded(self, compression: Compression) -> Mixes:
         mesh = self._exchange_mesh
-        if compression.kind.average is mix_encoded:
-            options = compression.codec, mesh, self._lowering
+        if not compression.is_of_all:
+            options = compression, mesh, self._lowering
             return {one: compiled_mix_encoded(one, *options) for one in self._topology}
         average = mix_of(compression)  # Of all workers: it is gathered whole.
         return {

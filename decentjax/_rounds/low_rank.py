@@ -1,0 +1,235 @@
+"""Low-rank differences between the models of neighbors."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from decentjax._core.collectives import AxisName, sum_dtype
+from decentjax._core.dtypes import float_dtype
+from decentjax._core.low_rank import (
+    first_basis,
+    is_reduced,
+    matrix_shape,
+    orthonormal,
+)
+from decentjax._rounds.schedule import Round, Schedule
+from decentjax._rounds.sending import Coded, Compression, Leaves, check_real
+from decentjax.exchange import (
+    Exchange,
+    Permutations,
+    Permute,
+    apply,
+    check_whole,
+    permutes_of,
+)
+from decentjax.mixing import rounded, weighted
+
+EXACT = lax.Precision.HIGHEST  # A product in fewer bits would lose small differences.
+# In turn: a matrix and the basis of its rows' space to its product, and back.
+_PRODUCTS = "mn,knr->kmr", "mn,kmr->knr"
+_PARTS = "kmr,knr->mn", "knr,kmr->mn"
+
+
+class Bases(NamedTuple):
+    """Orthonormal bases of the edges of an exchange, for a leaf, [m, n].
+
+    Args:
+      columns: [K, n, r], one for each of K permutes; of the first turn.
+      rows: [K, m, r]; of the second turn.
+    """
+
+    columns: jax.Array
+    rows: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(Compression):
+    """Low-rank differences; made by `low_rank`, and has its arguments.
+
+    Raises:
+      ValueError: if a number is out of range.
+      TypeError: if the dtype is none of floats.
+    """
+
+    rank: int
+    message_dtype: DTypeLike | None = None
+    min_rate: float = 2.0
+
+    name: ClassVar[str] = "low_rank"
+    sends_changes: ClassVar[bool] = True
+    sends_alike: ClassVar[bool] = False
+    turns: ClassVar[int] = 2
+
+    def __post_init__(self):
+        check_whole("rank", self.rank)
+        if self.rank < 1 or not self.min_rate >= 1:
+            raise ValueError(
+                "rank and min_rate must be at least 1, got "
+                f"{self.rank} and {self.min_rate}"
+            )
+        if self.message_dtype is not None:
+            dtype = float_dtype("message_dtype", self.message_dtype)
+            object.__setattr__(self, "message_dtype", dtype)
+
+    def is_reduced(self, x: jax.Array) -> bool:
+        """Whether a leaf is sent as factors."""
+        return is_reduced(x.shape, self.rank, self.min_rate)
+
+    def check(self, schedule: Schedule, has_anchor: bool) -> None:
+        if has_anchor:
+            raise ValueError(
+                "low-rank messages are of the differences of models, and there is an "
+                "outer optimizer: leave it out, or use drift"
+            )
+        if schedule.turn is not None:
+            raise ValueError(
+                "low-rank messages continue from the last exchange of an edge, and a "
+                "policy may take another one: use a topology"
+            )
+        if schedule.delay > 1:
+            raise ValueError(
+                "low-rank messages are merged in the step that sends them, got a "
+                f"delay of {schedule.delay}: use 0 or 1"
+            )
+        for exchange in schedule.exchanges:
+            _check_edges(schedule.name, exchange)
+        degree = len({j for one in schedule.exchanges for j in _peers(one)})
+        most = 2 * max(1, (schedule.num_workers - 1).bit_length())
+        if degree > most:
+            raise ValueError(
+                f"low-rank messages need edges that recur soon, and in {schedule.name} "
+                f"worker 0 has {degree} neighbors, more than {most}: use a graph such "
+                "as ring, one_peer_ring or hypercube"
+            )
+
+    def init(self, schedule: Schedule, leaves: Leaves, is_late: bool) -> Coded:
+        del is_late
+        counts = [len(_permutes(one)) for one in dict.fromkeys(schedule.exchanges)]
+        memory: Leaves = {}
+        for number, x in leaves.items():
+            check_real(number, x)
+            if self.is_reduced(x):
+                rows, columns = matrix_shape(x.shape)
+                two = [first_basis(number, n, self.rank) for n in (columns, rows)]
+                memory[number] = tuple(
+                    Bases(*(jnp.tile(basis, (count, 1, 1)) for basis in two))
+                    for count in counts
+                )
+        return Coded(memory, {}, {})
+
+    def encode(
+        self, one: Round, leaves: Leaves, anchor: Leaves, key: jax.Array, coded: Coded
+    ) -> Coded:
+        del anchor, key
+        messages = dict(coded.messages)
+        for number, x in leaves.items():
+            if number not in coded.memory:
+                messages[number] = x
+                continue
+            basis, matrix = coded.memory[number][one.number][one.turn], _matrix(x)
+            product = _PRODUCTS[one.turn]
+            message = jnp.einsum(product, matrix, basis, precision=EXACT)
+            messages[number] = rounded(message, np.dtype(self.message_dtype or x.dtype))
+        return coded._replace(messages=messages)
+
+    def outgoing(
+        self, coded: Leaves, exchange: Exchange, place: int, axis_name: AxisName
+    ) -> Leaves:
+        # Messages are in the order of the permutes that bring their answers.
+        answers = jnp.array(_answers(exchange)[place])[lax.axis_index(axis_name)]
+        return {
+            number: message[answers] if self.is_reduced(x) else message
+            for number, (x, message) in coded.items()
+        }
+
+    def differences(
+        self, coded: Leaves, came: Sequence[Leaves], exchange: Exchange, axis: AxisName
+    ) -> Leaves:
+        worker = lax.axis_index(axis)
+        weights = np.array([one.weights for one in _permutes(exchange)])
+
+        def difference(number: int, x: jax.Array, own: jax.Array) -> jax.Array:
+            if not came:
+                return jnp.zeros_like(own, sum_dtype(x))
+            wide = own.astype(sum_dtype(x))
+            messages = [one[number].astype(wide.dtype) for one in came]
+            if not self.is_reduced(x):
+                found = [message - wide for message in messages]
+                return exchange.factor * weighted(found, weights.tolist(), worker)
+            factors = exchange.factor * jnp.array(weights, wide.dtype)[:, worker]
+            return factors[:, None, None] * (jnp.stack(messages) - wide)
+
+        return {number: difference(number, *pair) for number, pair in coded.items()}
+
+    def decode(
+        self, one: Round, found: Leaves, sent: Leaves, anchor: Leaves, coded: Coded
+    ) -> tuple[Coded, Leaves]:
+        del anchor
+        memory, mixed = dict(coded.memory), {}
+        reduced = {n: d for n, d in found.items() if n in memory and len(d)}
+        olds = {n: memory[n][one.number] for n in reduced}
+        bases = orthonormal(reduced, {n: old[1 - one.turn] for n, old in olds.items()})
+        for number, difference in found.items():
+            x = sent[number].astype(difference.dtype)
+            if number in reduced:
+                old, parts = olds[number], _PARTS[one.turn]
+                part = jnp.einsum(parts, difference, old[one.turn], precision=EXACT)
+                difference = part.reshape(x.shape)
+                new = [bases[number], bases[number]]
+                new[one.turn] = old[one.turn]
+                places = list(memory[number])
+                places[one.number] = Bases(*new)
+                memory[number] = tuple(places)
+            elif number in memory:
+                difference = 0  # Of a worker without neighbors.
+            mixed[number] = x + difference
+        return coded._replace(memory=memory), mixed
+
+
+def _matrix(x: jax.Array) -> jax.Array:
+    return x.astype(sum_dtype(x)).reshape(matrix_shape(x.shape))
+
+
+def _permutes(exchange: Exchange) -> tuple[Permute, ...]:
+    assert isinstance(exchange.between, Permutations)
+    return permutes_of(exchange.between)[1]
+
+
+def _peers(exchange: Exchange) -> list[int]:
+    """The neighbors of worker 0."""
+    return [one.sources[0] for one in _permutes(exchange) if one.sources[0] >= 0]
+
+
+@functools.lru_cache(maxsize=256)
+def _answers(exchange: Exchange) -> tuple[tuple[int, ...], ...]:
+    """Of each permute and sender, the permute by which its receiver answers; or 0."""
+    permutes, found = _permutes(exchange), []
+    for one in permutes:
+        row = [0] * exchange.num_workers
+        for receiver, sender in enumerate(one.sources):
+            if sender >= 0:
+                row[sender] = [x.sources[sender] for x in permutes].index(receiver)
+        found.append(tuple(row))
+    return tuple(found)
+
+
+def _check_edges(name: str, exchange: Exchange) -> None:
+    """Raises a ValueError unless two neighbors swap messages of the same weight."""
+    if exchange.workers_per_node > 1 or not isinstance(exchange.between, Permutations):
+        raise ValueError(
+            f"low-rank messages are between two workers, and {name} averages over "
+            "groups or nodes: use a graph of single workers, such as ring"
+        )
+    matrix = apply(exchange, np.eye(exchange.num_workers))
+    if not np.array_equal(matrix, matrix.T):
+        raise ValueError(
+            f"low-rank messages need both ends of an edge, and {name} is directed: use "
+            "a symmetric graph, such as ring, one_peer_ring or hypercube"
+        )
