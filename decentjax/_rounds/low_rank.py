@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,17 @@ class LowRank(Compression):
         if self.message_dtype is not None:
             dtype = float_dtype("message_dtype", self.message_dtype)
             object.__setattr__(self, "message_dtype", dtype)
+
+    @property
+    def form(self) -> str:
+        return f"rank {self.rank}"
+
+    def num_bytes(self, number: int, x: Any) -> float:
+        del number
+        if not self.is_reduced(x):
+            return x.size * x.dtype.itemsize
+        dtype = np.dtype(self.message_dtype or x.dtype)
+        return sum(matrix_shape(x.shape)) / 2 * self.rank * dtype.itemsize
 
     def is_reduced(self, x: jax.Array) -> bool:
         """Whether a leaf is sent as factors."""
