@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 
 from tests import wide_line
 from tests.changes import changed
-from tests.jobs import ROUNDS, ended, started, wait_until
+from tests.jobs import LONG, ROUNDS, ended, started, wait_until
 from tests.run_folders import alive, column, last_step, used
 from train.config import AutoExchange, RoundsMethod, TopologyConfig
 from train.evaluate import evaluate
@@ -132,6 +133,65 @@ def test_quorum_rounds_are_of_workers_though_one_process_is_late(tmp_path):
         for path in process_folders(tmp_path)
     ]
     assert skipped[2] > max(skipped[:2])
+
+
+@pytest.mark.slow
+def test_workers_without_a_common_folder_find_each_other_by_a_seed(tmp_path):
+    """Each process of the first worker listens at a port of its own, by TLS."""
+    secret, seed = tmp_path / "secret", f"127.0.0.1:{two_free_ports()}"
+    secret.write_text("5" * 64)
+    secret.chmod(0o600)
+    common = (CONFIG, "--exchange.encrypted", "--exchange.secret-file", str(secret))
+    common = (*common, "--exchange.seeds", seed)
+    numbers = ("--places", "4", "--first-process")
+    first = (*numbers, "0", *common, "--exchange.bind", seed)
+    other = (*numbers, "2", *common)
+    with (
+        launched(tmp_path / "0", *first, workers=1) as one,
+        launched(tmp_path / "1", *other, workers=1) as two,
+    ):
+        ended(one)
+        ended(two)
+    for number in (0, 1):
+        rows = [tuple(row) for row in used(tmp_path / str(number), number)]
+        assert len(rows) == len(set(rows))
+        assert {(t, peer) for t, _, _, peer, _ in rows} == {
+            (t, 1 - number) for t in range(12)
+        }
+
+
+def two_free_ports():
+    """The first of two neighbouring ports at which nobody listens."""
+    while True:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            contextlib.suppress(OSError),
+        ):
+            port = one.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+@pytest.mark.slow
+def test_a_late_process_is_named_with_its_worker(tmp_path):
+    late = ("--on-step", "tests/late.py:fixed", "--distributed.step-deadline", "2")
+    with launched(tmp_path, CONFIG, *late, LATE="3 1000") as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 72, output
+    # Both processes of the worker end with it, whichever is the first.
+    line = r"error: process \d of worker 1: process 1 of worker 1 is late: in on_step, "
+    assert re.search(line, output), output
+
+
+@pytest.mark.slow
+def test_a_worker_in_quarantine_is_named_once(tmp_path):
+    nan = ("--step.not-finite", "quarantine", "--task.poison-step", "5")
+    options = (*nan, "--task.poison-worker", "0")  # The only one of each batch.
+    with launched(tmp_path, CONFIG, *options) as job:
+        output = ended(job)
+    for number in (0, 1):
+        found = f"1 gradients of worker {number} were not finite, since step 5"
+        assert output.count(found) == 1
 
 
 @pytest.mark.slow
