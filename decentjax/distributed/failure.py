@@ -19,7 +19,7 @@ SAYING_SECONDS = 2.0
 _worker: int | None = None  # Whose processes are this job, among peers.
 
 
-def set_worker(worker: int | None) -> None:
+def set_worker(worker: int) -> None:
     """Names the processes of this job, from now on, as those of a worker of peers."""
     global _worker
     _worker = worker

@@ -18,7 +18,6 @@ from jax.extend.backend import register_backend_factory
 
 from decentjax.distributed.deadline import LONG_TIMES
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
-from decentjax.distributed.failure import set_worker
 from decentjax.distributed.place import JobPlace
 from decentjax.distributed.rendezvous import rendezvous
 from decentjax.distributed.watch import watch
@@ -64,7 +63,6 @@ def join(
     add_xla_flags(*_time_limits(step_deadline))
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
-    set_worker(place.worker)
     given_threads()  # Raises an error before others wait for this process.
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     meeting = rendezvous(place, run_dir, start_seconds)

@@ -16,14 +16,12 @@ class JobPlace(NamedTuple):
       num_processes: number of processes of the job.
       process_id: index of this process.
       local_id: its index on its machine, or None if unknown.
-      worker: number of the worker that the job is, among peers; None for any other job.
     """
 
     address: str
     num_processes: int
     process_id: int
     local_id: int | None = None
-    worker: int | None = None
 
 
 class WorkerPlace(NamedTuple):
@@ -129,7 +127,7 @@ def find_worker(place: JobPlace, per_worker: int | None = None) -> WorkerPlace:
             f"`decentjax launch --processes-per-worker {count}`"
         )
     worker, number = divmod(place.process_id, count)
-    job = JobPlace(address, count, number, place.local_id, worker)
+    job = JobPlace(address, count, number, place.local_id)
     return WorkerPlace(worker, place.num_processes // count, job)
 
 
