@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -31,16 +32,17 @@ def is_reduced(shape: tuple[int, ...], rank: int, min_rate: float) -> bool:
     return is_below and min_rate * rank * (rows + columns) <= rows * columns
 
 
-def first_basis(number: int, size: int, rank: int) -> jax.Array:
+def first_basis(number: int, size: int, rank: int, dtype: DTypeLike) -> jax.Array:
     """Orthonormal columns to begin with, [size, rank]; the same on all workers.
 
     Args:
       number: number of the leaf.
       size: length of a column.
       rank: number of columns.
+      dtype: of its numbers.
     """
     key = jax.random.fold_in(jax.random.key(size), number)
-    return jnp.linalg.qr(jax.random.normal(key, (size, rank)))[0]
+    return jnp.linalg.qr(jax.random.normal(key, (size, rank), dtype))[0]
 
 
 def orthonormal(
