@@ -54,8 +54,8 @@ class LowRank(Compression):
     """Low-rank differences; made by `low_rank`, and has its arguments.
 
     Raises:
-      ValueError: if a number is out of range.
-      TypeError: if the dtype is none of floats.
+      ValueError: if a number is out of range, or the dtype is none of floats.
+      TypeError: if the rank is no whole number.
     """
 
     rank: int

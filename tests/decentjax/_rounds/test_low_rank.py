@@ -183,14 +183,13 @@ WAYS = {
 
 
 def first_bases(state):
-    """(columns, rows) of each reduced leaf; float32, as a worker without edges has none."""
+    """(columns, rows) of each reduced leaf, the same for all edges."""
     found = {}
     for name in MATRICES:
         bases = state.extra.coded.memory[LEAVES.index(name)][0]
         for each in bases:
-            np.testing.assert_array_equal(
-                each, np.broadcast_to(each[:1, :1], each.shape)
-            )
+            same = np.broadcast_to(each[:1, :1], each.shape)
+            np.testing.assert_array_equal(each, same)
         found[name] = tuple(each[0, 0] for each in bases) if bases[0].size else ()
     return found
 
@@ -285,13 +284,14 @@ def apart(x):
     return math.sqrt(sum(np.square(leaf).sum() for leaf in away))
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("message_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize(
-    "graph",
+    "name",
     ["ring of 3", "ring of 8", "pairs of 8", "hypercube of 8", "house", "damped"],
 )
-def test_models_come_closer_in_each_exchange(graph, message_dtype):
-    how = Rounds(GRAPHS[graph][0], compression=low_rank(RANK, message_dtype))
+def test_models_come_closer_in_each_exchange(name, message_dtype):
+    how = Rounds(GRAPHS[name][0], compression=low_rank(RANK, message_dtype))
     first, exchange_at = exchanger(how)
     given = draws(3, how.num_workers)
     x = {LEAVES.index(name): jnp.float32(given[name]) for name in MATRICES}
@@ -301,9 +301,13 @@ def test_models_come_closer_in_each_exchange(graph, message_dtype):
     for t in range(30 * how.schedule.period):
         x, coded = run(t % how.schedule.period, x, coded)
         distances.append(apart(x))
-    falls = np.diff(distances)
-    assert (falls < 1e-6 * distances[0]).all()
-    assert distances[-1] < 0.05 * distances[0]
+    # What columns in bfloat16 do not tell apart remains: half a bit of eight.
+    remains = 2e-5 if message_dtype is None else 2**-10
+    rises = np.diff(distances)
+    assert (rises < 0.1 * remains * distances[0]).all()
+    assert distances[-1] < (0.12 if "damped" in name else 0.07) * distances[0]
+    if name in ("ring of 3", "hypercube of 8"):
+        assert distances[-1] < remains * distances[0]
     for n, leaf in x.items():
         np.testing.assert_allclose(np.float64(leaf).mean(0), mean[n], atol=3e-6)
 
@@ -359,7 +363,7 @@ def test_the_mean_stays_where_it_is_for_20_000_exchanges(graph, message_dtype):
         return (x, coded, moved), None
 
     with jax.enable_x64(True):
-        x = noise(-1, 1.0)
+        x = noise(20_000, 1.0)
         begun = x, first(x), mean(jax.tree.map(jnp.zeros_like, x))
         end = jax.jit(lambda c: jax.lax.scan(two_exchanges, c, jnp.arange(10_000))[0])
         x, _, moved = jax.device_get(end(begun))
@@ -417,6 +421,7 @@ def close(found, wanted, atol=2e-6):
             np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=atol)
 
 
+@pytest.mark.draw(2)
 @EACH_PLAN
 def test_a_mesh_and_a_transformation_have_the_numbers_of_the_simulation(how):
     targets = targets_of(4, 9)
@@ -444,6 +449,7 @@ def test_a_mesh_and_a_transformation_have_the_numbers_of_the_simulation(how):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @EACH_PLAN
 def test_in_a_second_thread_the_numbers_are_those_of_the_simulation(how):
     """Also from a state in the middle, as after a restart."""
@@ -461,6 +467,7 @@ def test_in_a_second_thread_the_numbers_are_those_of_the_simulation(how):
     close(found, [state.params for state in states], atol)
 
 
+@pytest.mark.draw(2)
 @EACH_PLAN
 def test_from_a_checkpoint_a_run_continues_bit_for_bit(how, tmp_path):
     targets, mesh = targets_of(4, 8), worker_mesh(4)
@@ -494,11 +501,11 @@ def test_nothing_is_promoted(dtype, is_wide):
         first, exchange_at = exchanger(how)
         given = draws(3, 3)
         x = {k: jnp.asarray(given[name], dtype) for k, name in enumerate(SHAPES)}
-        coded = first(x)
-        before = jax.tree.map(jnp.dtype, coded)
+        coded, run = first(x), jax.jit(exchange_at, static_argnums=0)
+        before = jax.tree.map(lambda x: x.dtype, coded)
         for t in range(2):
-            x, coded = exchange_at(t, x, coded)
-        assert jax.tree.map(jnp.dtype, coded) == before
+            x, coded = run(t, x, coded)
+        assert jax.tree.map(lambda x: x.dtype, coded) == before
     assert {x.dtype.name for x in jax.tree.leaves(coded)} == {"float32"}
 
 
@@ -537,7 +544,7 @@ LATE = functools.partial(Rounds, compression=low_rank(4))
         ),
         (
             lambda: LATE(topology.hierarchical(8, 2, topology.ring)),
-            "averages over groups or nodes: use a graph of single workers, such as ring",
+            "averages over groups or nodes: use a graph of single workers, such as",
         ),
         (
             lambda: LATE(policy.merged(topology.ring(4), 100)),
@@ -553,7 +560,7 @@ LATE = functools.partial(Rounds, compression=low_rank(4))
         ),
         (
             lambda: LATE(topology.random_matching(32, period=64, seed=0)),
-            "edges that recur soon, and in random_matching .* worker 0 has 2. neighbors",
+            "edges that recur soon, .* random_matching .* worker 0 has 2. neighbors",
         ),
         (
             lambda: LATE(topology.ring(4), 2, count_tokens=lambda x: x),
@@ -566,10 +573,11 @@ def test_what_low_rank_rounds_cannot_be_is_refused(make, words):
         make()
 
 
-@pytest.mark.parametrize("given", [{"rank": 1.5}, {"rank": 2, "message_dtype": "int8"}])
-def test_what_is_no_rank_or_dtype_is_refused(given):
-    with pytest.raises(TypeError, match=r"rank must be a whole number|message_dtype"):
-        low_rank(**given)
+def test_what_is_no_rank_or_dtype_is_refused():
+    with pytest.raises(TypeError, match=r"rank must be a whole number, got 1\.5"):
+        low_rank(1.5)
+    with pytest.raises(ValueError, match="message_dtype must be a dtype of floats"):
+        low_rank(2, message_dtype="int8")
 
 
 def test_a_complex_leaf_has_no_low_rank_difference():
