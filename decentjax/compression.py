@@ -20,6 +20,7 @@ from decentjax.codec import (
     empty_message,
     exact,
     mean_encoded,
+    num_bytes,
     of_leaf,
     on_shards,
     on_whole,
@@ -121,6 +122,11 @@ class Encoding(Compression):
         return self.kind.name
 
     @property
+    def form(self) -> str:
+        names = [one.name for one in _each(self.codec)]
+        return ", ".join(dict.fromkeys(names))
+
+    @property
     def sends_changes(self) -> bool:
         return self.kind.sends_changes
 
@@ -183,6 +189,9 @@ class Encoding(Compression):
                 f"workers share, so means over all workers, unlike {schedule.name}: "
                 "use the complete graph, or no codec"
             )
+
+    def num_bytes(self, number: int, x: Any) -> float:
+        return num_bytes(of_leaf(self.codec, number), x.shape)
 
     def init(self, schedule: Schedule, leaves: Leaves, is_late: bool) -> Coded:
         zeros = {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}

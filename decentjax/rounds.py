@@ -454,6 +454,13 @@ def send(rounds: Rounds, one: Round, state: WorkerState) -> WorkerState:
     return state._replace(extra=carried._replace(sent=carried.sent | leaves))
 
 
+def program_of(rounds: Rounds, one: Round) -> Round:
+    """What `send` and `receive` depend on: of low rank all, else but the exchange."""
+    coded = rounds.compression
+    is_of_edges = coded is not None and not coded.sends_alike
+    return one if is_of_edges else one._replace(exchange=None, number=0)
+
+
 def receive(
     rounds: Rounds, one: Round, state: WorkerState, mixed: Leaves
 ) -> WorkerState:

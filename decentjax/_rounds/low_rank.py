@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from decentjax._core.collectives import AxisName, sum_dtype
 from decentjax._core.dtypes import float_dtype
 from decentjax._core.low_rank import (
+    EXACT,
     first_basis,
     is_reduced,
     matrix_shape,
@@ -31,7 +32,6 @@ from decentjax.exchange import (
 )
 from decentjax.mixing import rounded, weighted
 
-EXACT = lax.Precision.HIGHEST  # A product in fewer bits would lose small differences.
 # In turn: a matrix and the basis of its rows' space to its product, and back.
 _PRODUCTS = "mn,knr->kmr", "mn,kmr->knr"
 _PARTS = "kmr,knr->mn", "knr,kmr->mn"
@@ -77,6 +77,17 @@ class LowRank(Compression):
         if self.message_dtype is not None:
             dtype = float_dtype("message_dtype", self.message_dtype)
             object.__setattr__(self, "message_dtype", dtype)
+
+    @property
+    def form(self) -> str:
+        return f"rank {self.rank}"
+
+    def num_bytes(self, number: int, x: Any) -> float:
+        del number
+        if not self.is_reduced(x):
+            return x.size * x.dtype.itemsize
+        dtype = np.dtype(self.message_dtype or x.dtype)
+        return sum(matrix_shape(x.shape)) / 2 * self.rank * dtype.itemsize
 
     def is_reduced(self, x: jax.Array) -> bool:
         """Whether a leaf is sent as factors."""

@@ -37,6 +37,7 @@ class Compression(abc.ABC):
 
     Attributes:
       name: name to print.
+      form: what is sent, to print.
       sends_changes: whether messages are changes of shared state, none of which may be
         lost.
       sends_alike: whether all peers get the same message.
@@ -46,6 +47,7 @@ class Compression(abc.ABC):
     """
 
     name: str
+    form: str
     sends_changes: bool
     sends_alike: ClassVar[bool] = True
     is_of_all: bool = False
@@ -59,6 +61,15 @@ class Compression(abc.ABC):
     def check_leaves(self, count: int) -> None:
         """Raises a ValueError if it is that of another number of leaves."""
         del count
+
+    @abc.abstractmethod
+    def num_bytes(self, number: int, x: Any) -> float:
+        """Returns the bytes of a leaf's message, in the mean over turns.
+
+        Args:
+          number: number of the leaf.
+          x: the leaf, or its shape and dtype.
+        """
 
     @abc.abstractmethod
     def init(self, schedule: Schedule, leaves: Leaves, is_late: bool) -> Coded:

@@ -43,6 +43,7 @@ from decentjax.rounds import (
     check_carried,
     count_batch,
     leaves_of,
+    program_of,
     receive,
     send,
     travelling,
@@ -227,7 +228,7 @@ class Beside(Closing):
         if not self._is_of_models:
             known = known._replace(extra=())
             begun = [one for one in rounds.schedule.rounds if one.exchange]
-            for one in dict.fromkeys(map(self._program_of, begun)):
+            for one in dict.fromkeys(program_of(rounds, one) for one in begun):
                 begin, end = self._programs(one)
                 extra = begin(state.params, state.key, state.extra)
                 sent = travelling(rounds, one.leaves, state._replace(extra=extra))
@@ -354,17 +355,11 @@ class Beside(Closing):
                 self._carry(one, state, begun)
 
     def _send(self, one: Round, state: WorkerState, step: int) -> WorkerState:
-        begin, _ = self._programs(self._program_of(one))
+        begin, _ = self._programs(program_of(self._rounds, one))
         extra = begin(state.params, state.key, state.extra)
         state = state._replace(extra=extra)
         self._carry(one, state, step)
         return state
-
-    def _program_of(self, one: Round) -> Round:
-        """What the programs of a round depend on: but for low rank its leaves."""
-        coded = self._rounds.compression
-        is_of_edges = coded is not None and not coded.sends_alike
-        return one if is_of_edges else one._replace(exchange=None, number=0)
 
     def _carry(self, one: Round, state: WorkerState, step: int) -> None:
         group = self._rounds.schedule.fragments.index(one.leaves)
@@ -387,7 +382,7 @@ class Beside(Closing):
 
     def _receive(self, one: Round, state: WorkerState, step: int) -> WorkerState:
         mixed = self._arrived(self._arriving.popleft(), step)
-        _, end = self._programs(self._program_of(one))
+        _, end = self._programs(program_of(self._rounds, one))
         params, extra = end(state.params, state.extra, mixed)
         return state._replace(params=params, extra=extra)
 

@@ -5,13 +5,12 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from decentjax import Rounds, Topology, analysis, runtime
-from decentjax.codec import Codec
 from decentjax.plan import GradientMean, rounds_of, topology_of
 from decentjax.topology import complete
 from train.advise.setting import Setting
@@ -127,16 +126,10 @@ def _own_rows(setting: Setting, row: Callable[..., RoundsRow]) -> list[RoundsRow
         return []
     rounds, place = rounds_of(plan), place_of(setting.method)
     compression = rounds.compression
-    codec = "none" if compression is None else _name_of(compression.codec)
+    codec = "none" if compression is None else compression.form
     hides = rounds.delay > 0 and setting.overlap == "background"
     flags = f"--method {place}{' --exchange background' * hides}"
     return [row(place, rounds, codec, flags)]
-
-
-def _name_of(codec: Any) -> str:
-    """The name of a codec, or those of the leaves."""
-    each = (codec,) if isinstance(codec, Codec) else codec
-    return ", ".join(dict.fromkeys(one.name for one in each))
 
 
 def _methods(

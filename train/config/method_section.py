@@ -16,6 +16,7 @@ from decentjax.compression import (
     copies,
     drift,
     error_feedback,
+    low_rank,
 )
 from decentjax.methods import Tracking, all_reduce
 from decentjax.plan import GradientMean
@@ -132,8 +133,12 @@ class RoundsMethod:
         numbers; the error of a message is sent later. With an outer optimizer it
         encodes how far a worker has moved, and needs means of all models. "int2" and
         "top_k" need one, or `copies`, as their error on whole models is too large.
+        "low_rank" sends low-rank differences between neighbors, over a graph whose
+        edges recur, such as ring.
+      rank: rank of the messages of "low_rank".
       sent_share: share of the numbers that "top_k" sends.
-      sent_bits: bits of each of them, in addition to its index.
+      sent_bits: bits of each of them, in addition to its index, or of each number of
+        "low_rank", 32 or 16.
       error_kept: part of the error that is sent later.
       copies: step in (0, 1] towards the average of copies that peers keep, to which
         changes are sent, as in CHOCO-SGD; for a graph that never changes. "auto" is the
@@ -153,9 +158,10 @@ class RoundsMethod:
     learning_rate: float = 0.7
     momentum: float = 0.9
     merge: Literal["replace", "shift"] | tuple[Literal["blend"], float] = "replace"
-    codec: CodecName = "none"
+    codec: CodecName | Literal["low_rank"] = "none"
+    rank: int = 16
     sent_share: float = 0.01
-    sent_bits: Literal[32, 8, 4, 2] = 32
+    sent_bits: Literal[32, 16, 8, 4, 2] = 32
     error_kept: float = 1.0
     copies: float | Literal["auto"] | None = None
     tracking: bool = False
@@ -175,8 +181,9 @@ class RoundsMethod:
                 "method.copies needs encoded models: set method.codec, and "
                 'method.outer to "none"'
             )
+        self._check_low_rank()
         of_models = self.outer == "none" and self.copies is None
-        if of_models and not sends_models(self._codec()):
+        if of_models and self.codec != "low_rank" and not sends_models(self._codec()):
             raise ValueError(
                 f"method.codec = {self.codec} has too large an error on models, and "
                 "workers would diverge: set method.copies to auto, for a graph that "
@@ -240,12 +247,30 @@ class RoundsMethod:
             return blend(self.merge[1])
         return {"replace": replace, "shift": shift}[self.merge]
 
+    def _check_low_rank(self) -> None:
+        """Raises a ValueError for parts that do not fit a codec."""
+        check_at_least(self, 1, "rank")
+        is_low = self.codec == "low_rank"
+        if is_low and (self.outer != "none" or self.copies is not None):
+            raise ValueError(
+                'method.codec = low_rank needs models: set method.outer to "none", and '
+                "leave out method.copies"
+            )
+        bits = (16, 32) if is_low else (2, 4, 8, 32)
+        if self.sent_bits not in bits:
+            raise ValueError(
+                f"method.sent_bits of {self.codec} must be one of {bits}, got "
+                f"{self.sent_bits}"
+            )
+
     def _codec(self) -> Codec:
         return make_codec(self.codec, self.sent_share, self.sent_bits)
 
     def _compression(self) -> Compression | None:
         if self.codec == "none":
             return None
+        if self.codec == "low_rank":
+            return low_rank(self.rank, "bfloat16" if self.sent_bits == 16 else None)
         if self.copies is not None:
             return copies(self._codec(), None if self.copies == "auto" else self.copies)
         encoded = error_feedback if self.outer == "none" else drift
@@ -257,7 +282,8 @@ class RoundsMethod:
             "learning_rate": ("outer", self.outer != "none"),
             "momentum": ("outer", self.outer != "none"),
             "sent_share": ("codec", self.codec == "top_k"),
-            "sent_bits": ("codec", self.codec == "top_k"),
+            "sent_bits": ("codec", self.codec in ("top_k", "low_rank")),
+            "rank": ("codec", self.codec == "low_rank"),
         }
         for name, (of, used) in is_used.items():
             if not used and getattr(self, name) != getattr(type(self), name):

@@ -202,6 +202,11 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
             {"step.message_dtype": (None,), "exchange": IN_JOB},
         ),
         Need(
+            coded is not None and not coded.sends_alike,
+            "low-rank messages differ between neighbors, and peers send the same ones",
+            {"exchange": IN_JOB},
+        ),
+        Need(
             coded is not None,
             "messages have one form, of a codec or a dtype",
             {"step.message_dtype": (None,)},
@@ -239,7 +244,7 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
             },
         ),
         Need(
-            coded is not None and coded.kind.sends_changes,
+            coded is not None and coded.sends_changes,
             "messages of changes are summed by their receivers, and none may be lost",
             {"exchange.patience": (None,)},
         ),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from decentjax import Rounds, WorkerState
-from decentjax.codec import as_permutations, num_bytes, of_leaf
+from decentjax.codec import as_permutations
 from decentjax.rounds import Fragment, Schedule, leaves_of
 
 
@@ -43,8 +43,7 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
     )
     if rounds.compression is None:
         return sum(x.size * x.dtype.itemsize for x in leaves.values())
-    codec = rounds.compression.codec
-    return sum(num_bytes(of_leaf(codec, n), x.shape) for n, x in leaves.items())
+    return sum(rounds.compression.num_bytes(*leaf) for leaf in leaves.items())
 
 
 def sent_schedule(rounds: Rounds) -> Schedule:

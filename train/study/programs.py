@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
 from decentjax.dispersion import measured, tensor_distances
 from decentjax.plan import Event, Plan, worker_step
-from decentjax.rounds import default_mix, receive, send
+from decentjax.rounds import Round, Rounds, default_mix, program_of, receive, send
 from decentjax.updates import LossFn, Metrics
 from train.config import OptimizerConfig, StepConfig
 from train.run.build import options_on
@@ -74,12 +74,18 @@ def build_step(
         one = functools.partial(function, *static, **named)
         return _over_all(one, mesh, options)
 
+    def of_round(function: Callable) -> Callable:
+        def run(rounds: Rounds, one: Round, *arrays: Any) -> Any:
+            return program(function, rounds, program_of(rounds, one))(*arrays)
+
+        return run
+
     return worker_step(
         _adapt_program(*key),
         method.plan,
         lambda sent, exchange: program(average, exchange=exchange)(sent),
-        send=lambda rounds, part, state: program(send, rounds, part)(state),
-        receive=lambda rounds, part, *arrays: program(receive, rounds, part)(*arrays),
+        send=of_round(send),
+        receive=of_round(receive),
     )
 
 
