@@ -325,37 +325,6 @@ def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
     return sum(x.size * x.dtype.itemsize for x in message)
 
 
-def mix_encoded(
-    coded: Any,
-    exchange: Exchange,
-    *,
-    codec: Codecs,
-    axis_name: AxisName,
-    lowering: Lowering = Lowering(),
-) -> Any:
-    """Averages encoded leaves: `sum_j W_ij q_j - q_i`, with q the decoded messages.
-
-    A mean over a group of S is sent as S - 1 permutations: encoded leaves cannot be
-    added in transit.
-
-    Args:
-      coded: dict of (leaf, message) by number; only the shape of the leaf is used.
-      exchange: the static exchange, of single workers.
-      codec: the codec of the messages, or one for each leaf, by number.
-      axis_name: mapped axis of the workers.
-      lowering: as in `mix`.
-
-    Returns:
-      The differences, by number.
-
-    Raises:
-      ValueError: if the axis has a different size.
-    """
-    messages = only_messages(coded)
-    came = exchanged(lambda _: messages, exchange, axis_name, lowering)
-    return differences(coded, came, exchange, codec, axis_name)
-
-
 def exchanged(
     outgoing: Callable[[int], Any],
     exchange: Exchange,
@@ -364,11 +333,17 @@ def exchanged(
 ) -> list[Any]:
     """The messages that come in each permute.
 
+    A mean over a group of S is sent as S - 1 permutations: encoded leaves cannot be
+    added in transit.
+
     Args:
       outgoing: function that returns the messages to send in a permute, by its place.
-      exchange: as in `mix_encoded`.
-      axis_name: as in `mix_encoded`.
-      lowering: as in `mix_encoded`.
+      exchange: the static exchange, of single workers.
+      axis_name: mapped axis of the workers.
+      lowering: as in `mix`.
+
+    Raises:
+      ValueError: if the axis has a different size.
     """
     check_size(exchange, axis_name)
 
@@ -418,9 +393,9 @@ def mean_encoded(
     Equal bit for bit: all add the decoded messages in the same order.
 
     Args:
-      coded: as in `mix_encoded`.
+      coded: dict of (leaf, message) by number; only the shape of the leaf is used.
       exchange: an exchange of as many workers as the axis.
-      codec: as in `mix_encoded`.
+      codec: the codec of the messages, or one for each leaf, by number.
       axis_name: mapped axis of the workers.
 
     Raises:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from decentjax import (
     AXIS,
+    Rounds,
     Topology,
     codec,
     mix,
@@ -24,6 +25,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax.compression import Compression, error_feedback, low_rank
 from decentjax.exchange import Exchange, Permutations
 from decentjax.gossip.duplex import Duplex
 from decentjax.gossip.lowerings import compiled_mix_encoded, fastest_mixes
@@ -85,9 +87,34 @@ def check_encoded(exchange: Exchange, mesh: jax.sharding.Mesh) -> int:
     encode = over_workers(lambda x: int8.encode(x, jax.random.key(1)), mesh)
     models = place(model(jax.process_index(), (np.float32,)), mesh)
     coded = {number: (x, jax.jit(encode)(x)) for number, x in enumerate(models)}
-    options = {"exchange": exchange, "codec": int8, "axis_name": AXIS}
-    one = functools.partial(codec.mix_encoded, **options)
-    two_threads = compiled_mix_encoded(exchange, int8, mesh)
+    return check_average(coded, exchange, error_feedback(int8), mesh)
+
+
+def check_low_rank(exchange: Exchange, mesh: jax.sharding.Mesh) -> int:
+    """Each peer gets another message."""
+    compression = low_rank(2, jnp.bfloat16)
+    try:
+        rounds = Rounds(Topology("one", (exchange,)), compression=compression)
+    except ValueError:  # It is directed, or of nodes.
+        return 0
+    one = rounds.schedule.rounds[0]
+
+    def encode(leaves: dict) -> dict:
+        coded = compression.init(rounds.schedule, leaves, is_late=False)
+        key = jax.random.key(0)
+        messages = compression.encode(one, leaves, {}, key, coded).messages
+        return {number: (x, messages[number]) for number, x in leaves.items()}
+
+    models = place(model(jax.process_index(), (np.float32,)), mesh)
+    coded = jax.jit(over_workers(encode, mesh))(dict(enumerate(models)))
+    return check_average(coded, exchange, compression, mesh)
+
+
+def check_average(
+    coded: dict, exchange: Exchange, compression: Compression, mesh: jax.sharding.Mesh
+) -> int:
+    one = functools.partial(compression.average, exchange=exchange, axis_name=AXIS)
+    two_threads = compiled_mix_encoded(exchange, compression, mesh)
     wanted = jax.jit(over_workers(one, mesh))(coded)
     assert_same(list(two_threads(coded).values()), list(wanted.values()))
     return isinstance(two_threads, Duplex)
@@ -110,6 +137,7 @@ def main(address: str, num_workers: int, number: int) -> None:
         count += check(exchange, mesh, message_dtype)
         if message_dtype is None:
             count += check_encoded(exchange, mesh)
+            count += check_low_rank(exchange, mesh)
     mesh = meshes[1]
     with jax.enable_x64(True), jax.set_mesh(mesh):
         count += check(topology.ring(num_workers)[0], mesh, None)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 EXACT = lax.Precision.HIGHEST  # A product in fewer bits would lose small differences.
 
@@ -34,16 +35,17 @@ def is_reduced(shape: tuple[int, ...], rank: int, min_rate: float) -> bool:
     return is_below and min_rate * rank * (rows + columns) <= rows * columns
 
 
-def first_basis(number: int, size: int, rank: int) -> jax.Array:
+def first_basis(number: int, size: int, rank: int, dtype: DTypeLike) -> jax.Array:
     """Orthonormal columns to begin with, [size, rank]; the same on all workers.
 
     Args:
       number: number of the leaf.
       size: length of a column.
       rank: number of columns.
+      dtype: of its numbers.
     """
     key = jax.random.fold_in(jax.random.key(size), number)
-    columns = jax.random.normal(key, (size, rank))
+    columns = jax.random.normal(key, (size, rank), dtype)
     return basis_of(columns, columns)
 
 
@@ -69,6 +71,7 @@ def orthonormal(
     return bases
 
 
+@jax.jit
 def basis_of(factor: jax.Array, before: jax.Array) -> jax.Array:
     """Orthonormal columns that span those of a factor, [..., size, rank].
 

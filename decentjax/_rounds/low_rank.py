@@ -54,8 +54,8 @@ class LowRank(Compression):
     """Low-rank differences; made by `low_rank`, and has its arguments.
 
     Raises:
-      ValueError: if a number is out of range.
-      TypeError: if the dtype is none of floats.
+      ValueError: if a number is out of range, or the dtype is none of floats.
+      TypeError: if the rank is no whole number.
     """
 
     rank: int
@@ -128,7 +128,8 @@ class LowRank(Compression):
             check_real(number, x)
             if self.is_reduced(x):
                 rows, columns = matrix_shape(x.shape)
-                two = [first_basis(number, n, self.rank) for n in (columns, rows)]
+                form = self.rank, sum_dtype(x)
+                two = [first_basis(number, n, *form) for n in (columns, rows)]
                 memory[number] = tuple(
                     Bases(*(jnp.tile(basis, (count, 1, 1)) for basis in two))
                     for count in counts
@@ -164,7 +165,7 @@ class LowRank(Compression):
         self, coded: Leaves, came: Sequence[Leaves], exchange: Exchange, axis: AxisName
     ) -> Leaves:
         worker = lax.axis_index(axis)
-        weights = np.array([one.weights for one in _permutes(exchange)])
+        weights = _weights(exchange)
 
         def difference(number: int, x: jax.Array, own: jax.Array) -> jax.Array:
             if not came:
@@ -173,8 +174,8 @@ class LowRank(Compression):
             messages = [one[number].astype(wide.dtype) for one in came]
             if not self.is_reduced(x):
                 found = [message - wide for message in messages]
-                return exchange.factor * weighted(found, weights.tolist(), worker)
-            factors = exchange.factor * jnp.array(weights, wide.dtype)[:, worker]
+                return weighted(found, weights.tolist(), worker)
+            factors = jnp.array(weights, wide.dtype)[:, worker]
             return factors[:, None, None] * (jnp.stack(messages) - wide)
 
         return {number: difference(number, *pair) for number, pair in coded.items()}
@@ -213,6 +214,20 @@ def _permutes(exchange: Exchange) -> tuple[Permute, ...]:
     return permutes_of(exchange.between)[1]
 
 
+def _weights(exchange: Exchange) -> np.ndarray:
+    """The weights of the messages of each permute, [K, N], equal at both ends."""
+    matrix = _matrix_of(exchange)
+    matrix = (matrix + matrix.T) / 2  # Of permutations added in another order.
+    workers = np.arange(len(matrix))
+    sources = np.array([one.sources for one in _permutes(exchange)], int)
+    sources = sources.reshape(-1, len(matrix))
+    return np.where(sources < 0, 0, matrix[workers, sources])
+
+
+def _matrix_of(exchange: Exchange) -> np.ndarray:
+    return apply(exchange, np.eye(exchange.num_workers))
+
+
 def _peers(exchange: Exchange) -> list[int]:
     """The neighbors of worker 0."""
     return [one.sources[0] for one in _permutes(exchange) if one.sources[0] >= 0]
@@ -238,8 +253,8 @@ def _check_edges(name: str, exchange: Exchange) -> None:
             f"low-rank messages are between two workers, and {name} averages over "
             "groups or nodes: use a graph of single workers, such as ring"
         )
-    matrix = apply(exchange, np.eye(exchange.num_workers))
-    if not np.array_equal(matrix, matrix.T):
+    matrix = _matrix_of(exchange)
+    if not np.allclose(matrix, matrix.T, rtol=0, atol=1e-9):
         raise ValueError(
             f"low-rank messages need both ends of an edge, and {name} is directed: use "
             "a symmetric graph, such as ring, one_peer_ring or hypercube"

@@ -27,14 +27,9 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.codec import as_permutations, mix_encoded, num_bytes
-from decentjax.compression import (
-    copies,
-    drift,
-    encode_leaves,
-    error_feedback,
-    init_coded,
-)
+from decentjax._rounds.schedule import Round
+from decentjax.codec import as_permutations, num_bytes
+from decentjax.compression import copies, drift, error_feedback
 from decentjax.exchange import Topology
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, replace
@@ -95,8 +90,8 @@ def test_in_one_program_16_bits_keep_what_they_drop(name, wide):
     half = error_feedback(CODECS[name])
 
     def memory(x):
-        coded = init_coded(half, {0: x}, is_late=False)
-        return encode_leaves(half, {0: x}, {}, jax.random.key(0), coded).memory[0]
+        coded = half.init(Rounds(RING).schedule, {0: x}, is_late=False)
+        return half.encode(Round(), {0: x}, {}, jax.random.key(0), coded).memory[0]
 
     with jax.enable_x64(wide == "float64"):
         program = jax.jit(memory).lower(x)
@@ -370,9 +365,8 @@ def test_mixing_keeps_the_mean_exactly():
 
     def one(leaf, key):
         message = CODECS["int4"].encode(leaf, key)
-        pairs = {0: (leaf, message)}
-        mixed = mix_encoded(pairs, RING[0], codec=CODECS["int4"], axis_name=AXIS)
-        return mixed[0]
+        compression = error_feedback(CODECS["int4"])
+        return compression.average({0: (leaf, message)}, RING[0], AXIS)[0]
 
     keys = jax.random.split(jax.random.key(0), 4)
     differences = jax.vmap(one, axis_name=AXIS)(x, keys)
@@ -490,8 +484,8 @@ def test_in_pieces_the_same_numbers_come(codec, where):
 
     def mixed(x, lowering):
         message = CODECS[codec].encode(x, jax.random.key(0))
-        options = {"codec": CODECS[codec], "axis_name": AXIS, "lowering": lowering}
-        return mix_encoded({0: (x, message)}, RING[0], **options)[0]
+        compression = copies(CODECS[codec])
+        return compression.average({0: (x, message)}, RING[0], AXIS, lowering)[0]
 
     def run(piece_bytes):
         one = functools.partial(mixed, lowering=Lowering(piece_bytes))
@@ -506,8 +500,8 @@ def test_no_piece_is_longer_than_asked():
 
     def mixed(x):
         message = codec.int8().encode(x, jax.random.key(0))
-        options = {"codec": codec.int8(), "axis_name": AXIS, "lowering": Lowering(64)}
-        return mix_encoded({0: (x, message)}, RING[0], **options)[0]
+        compression, lowering = error_feedback(codec.int8()), Lowering(64)
+        return compression.average({0: (x, message)}, RING[0], AXIS, lowering)[0]
 
     lowered = jax.jit(over_workers(mixed, worker_mesh(4))).lower(leaves)
     found = hlo.collectives(lowered.compile().as_text(), 4)
@@ -523,9 +517,9 @@ def test_decoded_messages_are_added_in_float32(dtype, count):
     def worker(x):
         coded = {0: (x, (x,))}
         graph = topology.complete(count)[0]
-        how = {"codec": codec.exact(), "axis_name": AXIS}
-        whole = codec.mean_encoded(coded, graph, **how)[0]
-        return whole, x + codec.mix_encoded(coded, graph, **how)[0]
+        means, models = drift(codec.exact()), error_feedback(codec.exact())
+        whole = means.average(coded, graph, AXIS)[0]
+        return whole, x + models.average(coded, graph, AXIS)[0]
 
     wanted = np.asarray(x, np.float64).mean()
     for found in jax.vmap(worker, axis_name=AXIS)(x):

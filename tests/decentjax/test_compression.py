@@ -9,14 +9,8 @@ import optax
 import pytest
 
 from decentjax import AXIS, Rounds, codec, decentralize, over_workers, topology
-from decentjax.compression import (
-    copies,
-    decode_leaves,
-    drift,
-    encode_leaves,
-    error_feedback,
-    init_coded,
-)
+from decentjax._rounds.schedule import Round, every
+from decentjax.compression import copies, drift, error_feedback
 
 MOST, SIZE, APART, EXCHANGES = 8, 128, 1e-3, 200
 GRAPHS = {
@@ -61,16 +55,16 @@ def exchanger(compression):
     The graph is data, so that one program is that of all graphs. It returns the models
     after each exchange, [EXCHANGES, MOST, SIZE].
     """
-    is_drift = compression.kind.name == "drift"
+    is_drift = compression.is_of_all
     decode = functools.partial(compression.codec.decode, shape=(SIZE,))
 
     def exchange(matrix, x, anchor, coded, key):
         def begin(x, anchor, coded, key):
-            return encode_leaves(compression, {0: x}, {0: anchor}, key, coded)
+            return compression.encode(Round(), {0: x}, {0: anchor}, key, coded)
 
         def end(difference, x, anchor, coded):
             arrays = {0: difference}, {0: x}, {0: anchor}
-            return decode_leaves(compression, *arrays, coded)
+            return compression.decode(Round(), *arrays, coded)
 
         coded = jax.vmap(begin)(x, anchor, coded, jax.random.split(key, MOST))
         sent = jax.vmap(decode)(coded.messages[0])
@@ -86,7 +80,8 @@ def exchanger(compression):
             carry = exchange(matrix, *carry, jax.random.fold_in(jax.random.key(0), t))
             return carry, carry[0]
 
-        coded = jax.vmap(lambda x: init_coded(compression, {0: x}, False))(known)
+        schedule = every(topology.ring(MOST), 1)
+        coded = jax.vmap(lambda x: compression.init(schedule, {0: x}, False))(known)
         return jax.lax.scan(step, (x, known, coded), jnp.arange(EXCHANGES))[1]
 
     return run

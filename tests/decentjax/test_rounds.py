@@ -990,7 +990,7 @@ def test_noise_differs_between_shards():
     how = Rounds(topology.ring(4), compression=error_feedback(int8(), shards=WIDE))
     params = {"b": jnp.tile(jnp.linspace(-1, 1, 512)[:, None], (1, 2))}
     state = init_state(params, SGD, jax.random.key(0), how)
-    begin = over_workers(functools.partial(send, how, None), SLICES)
+    begin = over_workers(functools.partial(send, how, how.schedule.rounds[0]), SLICES)
     coded = jax.jit(begin)(state).extra.coded
     left, right = coded.memory[0][0].T
     assert np.mean(np.asarray(left) != np.asarray(right)) > 0.2

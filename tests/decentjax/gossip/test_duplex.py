@@ -16,7 +16,7 @@ from tests.checkout import ENV, ROOT
 
 @pytest.mark.slow
 @pytest.mark.draw(3)
-@pytest.mark.parametrize(("num_workers", "count"), [(2, 7), (3, 9), (4, 13)])
+@pytest.mark.parametrize(("num_workers", "count"), [(2, 9), (3, 11), (4, 17)])
 def test_in_two_threads_the_numbers_of_one_program_come(num_workers, count):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -226,7 +226,8 @@ def rows(values):
 def test_the_weight_of_a_missing_message_stays_with_the_own_model():
     """Of 1 nothing has come, of 2 the message of the round before."""
     graph, shapes = topology.ring(3), {0: jax.ShapeDtypeStruct((1, 2), jnp.float32)}
-    form, _ = form_of(error_feedback(exact()), shapes)
+    how = Rounds(graph, compression=error_feedback(exact()))
+    form, _ = form_of(how, shapes)
     used = gossip.MergeRecord(5, 0, 0, (gossip.Taken(2, 4, 5),))
     models = {(0, 5): rows([[1.0, 2.0]]), (2, 4): rows([[7.0, -1.0]])}
     (difference,) = form.average(graph, used, models)
