@@ -24,7 +24,7 @@ from decentjax._core.optimizer_state import (
     map_keys,
 )
 from decentjax._rounds.low_rank import LowRank
-from decentjax._rounds.low_rank_mean import init_mean, low_rank_mean
+from decentjax._rounds.low_rank_mean import init_mean, low_rank_mean, num_bytes
 from decentjax._rounds.schedule import Event, Round, Schedule, every
 from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
 from decentjax.mixing import global_mean
@@ -129,7 +129,7 @@ class GradientMean:
         one = event.sends
         assert one is not None
         assert one.exchange is not None
-        if self.compression is None or one.turn == 0:
+        if self.compression is None or not one.turn:
             return global_mean(grads, axis_name), carried
         if not isinstance(carried, MeanState):
             raise TypeError(
@@ -139,6 +139,12 @@ class GradientMean:
             )
         given = self.compression, grads, carried, one.exchange
         return low_rank_mean(*given, axis_name)
+
+    def num_bytes(self, event: Event, params: Any) -> float:
+        """Returns the size of what a worker adds to the sums of a step, in bytes."""
+        if self.compression is not None and event.sends and event.sends.turn:
+            return num_bytes(self.compression, params)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 Plan = Topology | Policy | Rounds | GradientMean
