@@ -278,8 +278,9 @@ def test_zeros_and_numbers_that_are_not_finite_leave_the_state_as_it_was():
     plan = methods.all_reduce(3, RANK_2)
     kept = first_kept(plan, model())
     means, after = means_of(plan, jax.tree.map(jnp.zeros_like, drawn(0, 3)), kept)
-    assert not any(x.any() for x in jax.tree.leaves(means))
-    jax.tree.map(np.testing.assert_array_equal, after, kept)
+    assert not any(x.any() for x in jax.tree.leaves((means, after.errors)))
+    for number, basis in kept.bases.items():
+        np.testing.assert_allclose(after.bases[number], basis, atol=1e-6)
     _, kept = means_of(plan, drawn(0, 3), kept)
     number = list(SHAPES).index("w")
     for bad in (np.nan, np.inf):
@@ -354,7 +355,7 @@ def test_training_ends_where_all_reduce_ends(sent):
     x = rng.standard_normal((n, 64, 12)) + rng.standard_normal((n, 1, 12))
     x, teacher = x.astype("float32"), rng.standard_normal((12, 6)).astype("float32")
     y = np.tanh(x @ teacher / 4)
-    local = local_update(regression, optax.sgd(0.2, 0.9))
+    local = local_update(regression, optax.sgd(0.2, 0.5))
     sizes = {"first": (12, 24), "bias": (24,), "last": (24, 6)}
     params = {name: x[0] / 4 for name, x in drawn(1, 1, shapes=sizes).items()}
     losses = {}
@@ -362,11 +363,11 @@ def test_training_ends_where_all_reduce_ends(sent):
         factors = rank and low_rank(rank, sent)
         step = simulate(local, methods.all_reduce(n, factors))
         state = step.init(params, jax.random.key(0))
-        for t in range(300):
+        for t in range(400):
             state, metrics = step(state, (jnp.array(x), jnp.array(y)), t)
             losses.setdefault(rank, []).append(float(metrics["loss"].mean()))
-    assert losses[None][-1] < losses[None][0] / 50
-    assert losses[1][-1] < 1.2 * losses[None][-1]
+    assert losses[None][-1] < losses[None][0] / 100
+    assert losses[1][-1] < 1.1 * losses[None][-1]
 
 
 def test_more_ranks_and_rates_decide_which_leaves_are_whole():
