@@ -178,10 +178,10 @@ def everywhere(place, plan):
 
 
 PLACES = ["mesh", "thread", "automatic", "explicit", "optax", "optax on a mesh"]
+STARTS = [(place, 3) for place in [*PLACES, "optax, checked"]]
 
 
-@pytest.mark.parametrize("begin_at", [0, 3])
-@pytest.mark.parametrize("place", [*PLACES, "optax, checked"])
+@pytest.mark.parametrize(("place", "begin_at"), [*STARTS, ("mesh", 0), ("optax", 0)])
 def test_the_numbers_are_the_same_everywhere(place, begin_at):
     plan = methods.all_reduce(4, RANK_2, begin_at)
     wanted, got = everywhere("simulated", plan), everywhere(place, plan)
@@ -205,11 +205,10 @@ ODD = {"a": (5, 5), "b": (1,), "c": (7, 3), "d": (3, 1, 8), "e": (), "f": (0, 4)
 ODD |= {"g": (3, 7), "h": (2, 2, 2, 11), "i": (5, 5)}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize(("dtype", "sent"), [("float32", None), ("bfloat16", None)])
-def test_nothing_is_lost(n, rank, dtype, sent):
-    check_nothing_is_lost(n, rank, dtype, sent)
+@pytest.mark.parametrize(("n", "rank"), [(1, 2), (2, 4), (3, 1), (5, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_lost(n, rank, dtype):
+    check_nothing_is_lost(n, rank, dtype, None)
 
 
 @pytest.mark.parametrize("sent", ["bfloat16", "float16"])
