@@ -27,7 +27,7 @@ def init_mean(compression: LowRank, params: Any) -> MeanState:
     for number, x in enumerate(map(jnp.asarray, jax.tree.leaves(params))):
         if _is_factored(compression, x):
             dtype, columns = sum_dtype(x), matrix_shape(x.shape)[1]
-            basis = first_basis(number, columns, compression.rank).astype(dtype)
+            basis = first_basis(number, columns, compression.rank, dtype)
             errors[number] = varying_as(x, jnp.zeros_like(x, dtype))
             bases[number] = varying_as(x, basis)
     return MeanState(errors, bases)
