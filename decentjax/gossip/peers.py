@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decentjax.exchange import Topology
 from decentjax.gossip.group_port import GroupPort
 from decentjax.gossip.membership import Elastic
-from decentjax.gossip.merging import WAYS, MergeRecord
+from decentjax.gossip.merging import WAYS, MergeRecord, swaps_of
 from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.port import Record
@@ -149,12 +148,11 @@ class Peers(Beside):
                     "neither join nor leave: leave out merge and elastic"
                 )
             port = GroupPort(party, plan, patience, used)
-        elif merge == "swaps" and not isinstance(plan, Topology):
-            raise ValueError(
-                "swaps exchange whole models in every step: pass a topology, got rounds"
-            )
         else:
-            port = PeerPort(party, plan, merge, patience, elastic, used)
+            low_rank = None
+            if merge == "swaps":
+                plan, low_rank = swaps_of(plan)
+            port = PeerPort(party, plan, merge, patience, elastic, used, low_rank)
         super().__init__(local, plan, party.mesh, port, record, party.workers)
         self._peers, self._is_away, self._is_lone = port, True, True
         self._lives: dict[int, int] = {}  # Of the peers that it has met.
