@@ -26,7 +26,7 @@ from decentjax.gossip.batches_read import Ledger
 from decentjax.gossip.layout import Rows, on_each_device
 from decentjax.links import Links, Said
 from decentjax.mixing import mix_arrived, mix_swapped
-from decentjax.plan import Plan, topology_of
+from decentjax.plan import Plan, rounds_of, topology_of
 from decentjax.rounds import Rounds
 
 
@@ -295,14 +295,16 @@ def swaps_of(plan: Plan) -> tuple[Topology, LowRank | None]:
     """
     if isinstance(plan, Topology):
         return plan, None
-    if isinstance(plan, Rounds) and isinstance(plan.compression, LowRank):
-        of_models = dataclasses.replace(plan, compression=None)
-        is_early = plan.delay == 1 and not plan.has_hooks
-        if is_early and of_models.averages_models:
-            return topology_of(plan), plan.compression
+    rounds = rounds_of(plan)
+    coded = rounds.compression
+    if isinstance(coded, LowRank) and rounds.delay == 1 and not rounds.has_hooks:
+        if dataclasses.replace(rounds, compression=None).averages_models:
+            return topology_of(rounds), coded
     raise ValueError(
         "swaps exchange models in every step, a step ahead: pass a topology, or "
-        "Rounds(topology, delay=1, compression=low_rank(rank)), got other rounds"
+        "Rounds(topology, delay=1, compression=low_rank(rank)), got "
+        f"{type(rounds).__name__} of every {rounds.every} steps with a delay of "
+        f"{rounds.delay} and the compression {coded and coded.name}"
     )
 
 
@@ -470,6 +472,11 @@ def sends_changes(rounds: Rounds) -> bool:
     """Whether messages are parts of a sum, none of which may be lost."""
     one = rounds.compression
     return rounds.keeps_sums or (one is not None and one.sends_changes)
+
+
+def sends_by_edge(rounds: Rounds) -> bool:
+    """Whether the messages to two neighbors differ."""
+    return rounds.compression is not None and not rounds.compression.sends_alike
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:

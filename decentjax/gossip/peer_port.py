@@ -33,6 +33,7 @@ from decentjax.gossip.merging import (
     form_of,
     neighbors,
     senders,
+    sends_by_edge,
     sends_changes,
 )
 from decentjax.gossip.patience import AutoPatience, Waits
@@ -192,10 +193,10 @@ class PeerPort(PartyPort):
     def _check(self, rounds: Rounds) -> None:
         """Raises a ValueError for what does not fit."""
         self._way_of.check(self.topology)
-        if self._compression is not None and not self._compression.sends_alike:
+        if sends_by_edge(rounds):
             raise ValueError(
-                f"messages of {self._compression.name} differ between neighbors, and "
-                'peers have them as swaps: use merge="swaps"'
+                "low-rank messages differ between neighbors, and peers send them as "
+                'swaps: use merge="swaps"'
             )
         check_whole(rounds, self.waits.longest)
         if self.waits.auto is not None and not self._way_of.takes_newest:
