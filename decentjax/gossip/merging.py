@@ -297,9 +297,10 @@ def swaps_of(plan: Plan) -> tuple[Topology, LowRank | None]:
         return plan, None
     rounds = rounds_of(plan)
     coded = rounds.compression
-    if isinstance(coded, LowRank) and rounds.delay == 1 and not rounds.has_hooks:
-        if dataclasses.replace(rounds, compression=None).averages_models:
-            return topology_of(rounds), coded
+    of_models = dataclasses.replace(rounds, compression=None).averages_models
+    is_early = of_models and rounds.delay == 1 and not rounds.has_hooks
+    if is_early and isinstance(coded, LowRank):
+        return topology_of(rounds), coded
     raise ValueError(
         "swaps exchange models in every step, a step ahead: pass a topology, or "
         "Rounds(topology, delay=1, compression=low_rank(rank)), got "
