@@ -30,7 +30,7 @@ from decentjax.gossip.merging import (
     Swap,
     Swaps,
     Taken,
-    senders,
+    swap_weight,
 )
 from decentjax.links import Links, Piece
 
@@ -129,11 +129,9 @@ class LowRankSwaps(Swaps):
                 stacklevel=2,
             )
             return {}
-        # Of the later step, which both ends know.
-        weights = dict(senders(self._topology[max(one.step, one.sent)], of[0]))
-        turn = swap.number % 2
+        turn, weight = swap.number % 2, swap_weight(self._topology, of[0], one)
         bases = swap.bases, self._firsts[of][1 - turn]
-        found = _moves(own, swap.sent, came, *bases, weights[one.peer], turn)
+        found = _moves(own, swap.sent, came, *bases, weight, turn)
         swap.bases = [basis for *_, basis in found if basis is not None]
         moves = [x for left, right, _ in found for x in (left, right) if x is not None]
         return {(one.peer, one.step): moves}

@@ -277,14 +277,20 @@ class Swaps(Way):
 
     @staticmethod
     def combine(topology: Graph, used: MergeRecord, models: Models) -> Rows:
-        mixed = _average(topology, used, models)
+        of_step = {one for one in used.models if one.step == one.sent == used.step}
+        mixed = _average(topology, used._replace(models=tuple(of_step)), models)
         for one in used.models:
-            if one.sent != used.step:
-                weights = dict(senders(topology[one.sent], used.worker))
+            if one not in of_step:
                 sent = models[used.worker, one.sent]
                 came = models[one.peer, one.step]
-                mixed = _mix_swapped(mixed, sent, came, weights[one.peer])
+                weight = swap_weight(topology, used.worker, one)
+                mixed = _mix_swapped(mixed, sent, came, weight)
         return mixed
+
+
+def swap_weight(topology: Graph, worker: int, one: Taken) -> float:
+    """The weight of a swap at both ends: that of the later of their steps."""
+    return dict(senders(topology[max(one.step, one.sent)], worker))[one.peer]
 
 
 def swaps_of(plan: Plan) -> tuple[Topology, LowRank | None]:
