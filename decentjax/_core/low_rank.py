@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+EXACT = lax.Precision.HIGHEST  # A product in fewer bits would lose small differences.
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -40,7 +43,8 @@ def first_basis(number: int, size: int, rank: int) -> jax.Array:
       rank: number of columns.
     """
     key = jax.random.fold_in(jax.random.key(size), number)
-    return jnp.linalg.qr(jax.random.normal(key, (size, rank)))[0]
+    columns = jax.random.normal(key, (size, rank))
+    return basis_of(columns, columns)
 
 
 def orthonormal(
@@ -48,8 +52,11 @@ def orthonormal(
 ) -> dict[int, jax.Array]:
     """Orthonormal bases of the columns of factors, [..., size, rank], by number.
 
-    Those of equal shapes are computed together. A factor and its negative have the same
-    basis bit for bit. One of zeros has no columns, and the basis of before stays.
+    Those of equal shapes are computed together.
+
+    Args:
+      factors: the factors.
+      before: earlier bases, of which columns are taken in the place of zeros.
     """
     alike = collections.defaultdict[tuple[int, ...], list[int]](list)
     for number, x in factors.items():
@@ -58,11 +65,32 @@ def orthonormal(
     for numbers in alike.values():
         every = jnp.stack([factors[number] for number in numbers])
         old = jnp.stack([before[number] for number in numbers])
-        flat = every.reshape(*every.shape[:-2], -1)
-        place = jnp.abs(flat).argmax(-1, keepdims=True)
-        largest = jnp.take_along_axis(flat, place, -1)[..., None]
-        # The two ends of an edge have opposite signs, also of zeros.
-        one = jnp.where(every == 0, 0, every / jnp.where(largest == 0, 1, largest))
-        new = jnp.where(largest == 0, old, jnp.linalg.qr(one)[0])
-        bases |= dict(zip(numbers, new, strict=True))
+        bases |= dict(zip(numbers, basis_of(every, old), strict=True))
     return bases
+
+
+def basis_of(factor: jax.Array, before: jax.Array) -> jax.Array:
+    """Orthonormal columns that span those of a factor, [..., size, rank].
+
+    A factor and its negative have the same basis bit for bit. A column of zeros is
+    taken from the basis before. By Gram-Schmidt, twice, which float32 needs: a column
+    may be almost a sum of earlier ones. As a loop, not by LAPACK: its calls can stop a
+    program on CPUs of few cores.
+    """
+    place = jnp.abs(factor).argmax(-2, keepdims=True)
+    largest = jnp.take_along_axis(factor, place, -2)
+    # The two ends of an edge have opposite signs, also of zeros.
+    ratio = jnp.where(factor == 0, 0, factor / jnp.where(largest == 0, 1, largest))
+    columns = jnp.where(largest == 0, before, ratio)
+
+    def add(number: int | jax.Array, basis: jax.Array) -> jax.Array:
+        column = lax.dynamic_index_in_dim(columns, number, -1)
+        for _ in range(2):
+            along = jnp.einsum("...mr,...mk->...rk", basis, column, precision=EXACT)
+            found = jnp.einsum("...mr,...rk->...mk", basis, along, precision=EXACT)
+            column = column - found
+            length = jnp.sqrt((column**2).sum(-2, keepdims=True))
+            column = column / jnp.where(length == 0, 1, length)
+        return lax.dynamic_update_index_in_dim(basis, column, number, -1)
+
+    return lax.fori_loop(0, factor.shape[-1], add, jnp.zeros_like(columns))

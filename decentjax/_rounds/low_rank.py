@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from decentjax._core.collectives import AxisName, sum_dtype
 from decentjax._core.dtypes import float_dtype
 from decentjax._core.low_rank import (
+    EXACT,
     first_basis,
     is_reduced,
     matrix_shape,
@@ -31,7 +32,6 @@ from decentjax.exchange import (
 )
 from decentjax.mixing import rounded, weighted
 
-EXACT = lax.Precision.HIGHEST  # A product in fewer bits would lose small differences.
 # In turn: a matrix and the basis of its rows' space to its product, and back.
 _PRODUCTS = "mn,knr->kmr", "mn,kmr->knr"
 _PARTS = "kmr,knr->mn", "knr,kmr->mn"

@@ -140,7 +140,9 @@ def _bound(
     exchange: ApartExchange, place: Apart
 ) -> tuple[str, gossip.Addresses | gossip.Folder | gossip.Seeds]:
     """Where this process listens, and the book in which it finds the others."""
-    bind, book = address_of(exchange.bind), gossip.Folder(place.run_dir / "peers")
+    host, port = split_address(address_of(exchange.bind), port=0)
+    bind = to_address(host, port and port + place.part)
+    book = gossip.Folder(place.run_dir / "peers")
     if exchange.seeds:
         book = gossip.Seeds(exchange.seeds)
     if exchange.addresses:

@@ -98,6 +98,7 @@ def test_workers_die_come_back_freeze_and_join(tmp_path):
             wait_until(lambda: last_step(tmp_path, 1) > behind)
             os.kill(frozen, signal.SIGCONT)
             sees(tmp_path, 1, 0, 2, 3)
+            wait_until(lambda: last_step(tmp_path, 2) >= behind)  # As it has joined.
             fourth.terminate()
             said = ended(fourth)
         sees(tmp_path, 1, 0, 2)
