@@ -114,7 +114,7 @@ def build_peers(
             plan = wagma_plan(run)
         case QuorumExchange():
             common["merge"] = exchange.build_merge(num_workers, amounts_of(run.task))
-        case PeerExchange(way=way) if method.rounds is None:
+        case PeerExchange(way=way):
             common["merge"] = way
     return gossip.Peers(run.local, plan, party, **common)
 

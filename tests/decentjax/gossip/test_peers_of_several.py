@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkout import ENV, ROOT
 from tests.jobs import LONG
-from tests.peers_of_several import WIDTH
+from tests.peers_of_several import RANK, STEPS, WIDTH
 
 SCRIPT = "tests/peers_of_several.py"
 
@@ -62,6 +62,20 @@ def test_a_worker_of_several_processes_trains_as_one(
         # The matrix is cut, and the vector is whole in each process.
         numbers = WIDTH * WIDTH / processes + WIDTH
         assert {one["bytes"] for one in of_worker} == {4 * numbers}
+
+
+@pytest.mark.slow
+def test_its_processes_swap_factors_of_their_shards(tmp_path):
+    code, output = launch(tmp_path, 3, 2, "low_rank")
+    assert code == 0, output
+    assert "different bases" not in output
+    for one, other in found_in(output).values():
+        assert one["merged"] == other["merged"]
+        assert one["merged"].count("Taken") == 2 * STEPS
+        assert one["bias"] == other["bias"]
+        # Columns of half a matrix in each of two turns, vectors and checksums.
+        numbers = RANK * (WIDTH + WIDTH // 2) + 2 * (WIDTH + 1)
+        assert numbers <= one["bytes"] / 4 < numbers + 64
 
 
 @pytest.mark.slow
