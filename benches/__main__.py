@@ -26,6 +26,10 @@ BENCHES = {
         "a train step on one GPU, with and without the library",
     ),
     "exchange": ("swaps", "what an exchange alone costs, beside a copy"),
+    "deciding": (
+        "deciding",
+        "what it costs that the processes of a worker decide as one",
+    ),
     "step": ("overhead", "a step of one worker, beside plain optax"),
     "codec": ("codecs", "how fast messages are encoded, beside a copy"),
     "data": ("input", "reading batches, beside training with them"),

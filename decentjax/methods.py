@@ -16,6 +16,7 @@ from decentjax._core.butterfly import butterfly_hops, default_group_size
 from decentjax._core.collectives import is_mixed, sum_dtype
 from decentjax._core.optimizer_state import states_of
 from decentjax._rounds.leaves import stacked_rows
+from decentjax._rounds.low_rank import LowRank
 from decentjax.exchange import Topology
 from decentjax.plan import GradientMean
 from decentjax.rounds import Rounds, blend, cut_leaves, replace, shift
@@ -40,11 +41,30 @@ __all__ = [
 ]
 
 
-def all_reduce(num_workers: int) -> GradientMean:
+def all_reduce(
+    num_workers: int, compression: LowRank | None = None, begin_at: int = 0
+) -> GradientMean:
     """All-reduce, the baseline: `x <- x + update(1/N sum_j grad f_j(x))`.
+
+    With `compression=low_rank(rank)` it is PowerSGD. Of a matrix, M_i the gradient of
+    worker i and what earlier steps have left out of it, and q a basis that all have:
+
+        p = basis of 1/N sum_i M_i q,   s = 1/N sum_i M_i^T p,   M_i <- M_i - p s^T
+
+    The optimizer gets p s^T, and the next q is a basis of s. Nothing is lost: the rest
+    is added to the next gradient. Each step sends two sums, of the rows and columns of
+    all leaves. Leaves that would hardly be smaller are averaged whole.
 
     Args:
       num_workers: N.
+      compression: what `decentjax.compression.low_rank` returns; None averages whole
+        gradients.
+      begin_at: number of steps with whole gradients at the start, whose directions
+        change fast.
+
+    Raises:
+      TypeError: for another compression.
+      ValueError: if the number of steps is negative, or nothing begins after them.
 
     Examples:
       >>> import optax
@@ -53,8 +73,13 @@ def all_reduce(num_workers: int) -> GradientMean:
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> train_step = simulate(local, methods.all_reduce(8))
+      >>> from decentjax.compression import low_rank
+      >>> power_sgd = methods.all_reduce(8, low_rank(4), begin_at=1000)
+
+    Source of low rank: Vogels, Karimireddy, Jaggi: PowerSGD (2019), Algorithm 2, and
+    the communication hook of PyTorch.
     """
-    return GradientMean(num_workers)
+    return GradientMean(num_workers, compression, begin_at)
 
 
 def local_sgd(topology: Topology, num_steps: int) -> Rounds:

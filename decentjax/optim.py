@@ -366,7 +366,7 @@ def decentralize(
         if step is not None or is_one:
             event: Event | Turn = schedule[step or 0]
         else:
-            event = turn_of(schedule, same_on_all(count, axis_name))
+            event = turn_of(plan, same_on_all(count, axis_name))
         worker, metrics = one_step(worker, updates, event)
         updates = jax.tree.map(_difference, worker.params, params, metrics["u"])
         return updates, DecentralizeState(count + 1, worker.opt_state, worker.extra)

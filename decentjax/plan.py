@@ -23,6 +23,8 @@ from decentjax._core.optimizer_state import (
     folded,
     map_keys,
 )
+from decentjax._rounds.low_rank import LowRank
+from decentjax._rounds.low_rank_mean import init_mean, low_rank_mean, num_bytes
 from decentjax._rounds.schedule import Event, Round, Schedule, every
 from decentjax.exchange import Topology, apply, check_whole, warn_of_parts
 from decentjax.mixing import global_mean
@@ -40,6 +42,7 @@ from decentjax.rounds import (
     without_messages,
 )
 from decentjax.state import (
+    MeanState,
     WorkerState,
     check_arrays,
     check_optimizer,
@@ -61,12 +64,32 @@ class GradientMean:
 
     Args:
       num_workers: N.
+      compression: low-rank factors in place of gradients, or None.
+      begin_at: the first step that sends them.
+
+    Raises:
+      TypeError: if the compression is another one.
+      ValueError: if the step is negative, or nothing begins at it.
     """
 
     num_workers: int
+    compression: LowRank | None = None
+    begin_at: int = 0
 
     def __post_init__(self):
         check_whole("num_workers", self.num_workers)
+        check_whole("begin_at", self.begin_at)
+        if not isinstance(self.compression, LowRank | None):
+            raise TypeError(
+                "all-reduce sends gradients whole, or with compression=low_rank(rank), "
+                f"got {getattr(self.compression, 'name', self.compression)}: use "
+                "Rounds for messages with a codec"
+            )
+        if self.begin_at < 0 or (self.begin_at and self.compression is None):
+            raise ValueError(
+                "begin_at is the step, from 0 on, at which low-rank factors begin, got "
+                f"{self.begin_at} with compression={self.compression}"
+            )
 
     @functools.cached_property
     def topology(self) -> Topology:
@@ -75,7 +98,53 @@ class GradientMean:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        return every(self.topology, num_steps=1)
+        """Means of gradients: whole ones in turn 0, and of their factors in turn 1."""
+        plain = every(self.topology, num_steps=1)
+        if self.compression is None:
+            return plain
+        (whole,) = plain.rounds
+        rounds = whole, whole._replace(turn=1)
+        if self.begin_at == 0:
+            return dataclasses.replace(plain, rounds=rounds[1:])
+        return dataclasses.replace(plain, rounds=rounds, turn=self.turn)
+
+    def turn(self, step: Any) -> Any:
+        """The form of the messages of a step, an int or an array of int32."""
+        return (step >= self.begin_at) * 1
+
+    def mean(
+        self, event: Event, grads: Any, carried: Any, axis_name: AxisName
+    ) -> tuple[Any, Any]:
+        """Returns the mean gradient of a step, and what the worker keeps for the next.
+
+        Args:
+          event: what the step sends.
+          grads: gradient of one worker.
+          carried: its `WorkerState.extra`.
+          axis_name: mapped axis of the workers.
+
+        Raises:
+          TypeError: if that is not of this plan.
+        """
+        one = event.sends
+        assert one is not None
+        assert one.exchange is not None
+        if self.compression is None or not one.turn:
+            return global_mean(grads, axis_name), carried
+        if not isinstance(carried, MeanState):
+            raise TypeError(
+                "low-rank factors of gradients need a state of their own: make it by "
+                "step.init(params, key) or init_state(params, optimizer, key, plan), "
+                f"got {type(carried).__name__}"
+            )
+        given = self.compression, grads, carried, one.exchange
+        return low_rank_mean(*given, axis_name)
+
+    def num_bytes(self, event: Event, params: Any) -> float:
+        """Returns the size of what a worker adds to the sums of a step, in bytes."""
+        if self.compression is not None and event.sends and event.sends.turn:
+            return num_bytes(self.compression, params)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 Plan = Topology | Policy | Rounds | GradientMean
@@ -147,13 +216,17 @@ class Turn(NamedTuple):
     index: jax.Array
 
 
-def turn_of(schedule: Schedule, count: jax.Array) -> Turn:
+def turn_of(plan: Plan, count: jax.Array) -> Turn:
     """Returns the event of a step whose number is counted in an array.
 
     Args:
-      schedule: the schedule.
+      plan: the plan.
       count: int32, []; steps done so far, the same on all workers.
     """
+    schedule = schedule_of(plan)
+    if isinstance(plan, GradientMean):
+        events = schedule[0], schedule[plan.begin_at]
+        return Turn(events, plan.turn(count))
     if schedule.turn is not None:
         raise ValueError(
             "a policy chooses an exchange by the step as a Python int, and this "
@@ -197,6 +270,8 @@ def warn_of_plan(plan: Plan) -> None:
 
 def init_carried(plan: Plan, params: Any) -> Any:
     """Returns what a worker keeps for a plan beside its model, `WorkerState.extra`."""
+    if isinstance(plan, GradientMean) and plan.compression is not None:
+        return init_mean(plan.compression, params)
     return plan.init(params) if isinstance(plan, Rounds) else ()
 
 
@@ -327,7 +402,7 @@ def worker_step(
     check_plan(plan)
     if isinstance(plan, GradientMean):
         halves = halves_of(local, "all-reduce")
-        return functools.partial(_gradient_mean_step, halves, axis_name)
+        return functools.partial(_gradient_mean_step, halves, plan, axis_name)
     plan = rounds_of(plan)
     if plan.count_tokens is not None and mix is not None:
         raise ValueError(
@@ -353,18 +428,22 @@ def worker_step(
 
 def _gradient_mean_step(
     halves: LocalUpdate,
+    plan: GradientMean,
     axis_name: AxisName | None,
     state: WorkerState,
     batch: Any,
-    event: Any,
+    event: Event | Turn,
 ) -> tuple[WorkerState, Metrics]:
-    del event
     axis = axis_name or bound_axis()
     state = state._replace(opt_state=common_keys(state.opt_state, axis))
     found = halves.gradient(state, batch)
-    found = found._replace(
-        grads=global_mean(found.grads, axis), loss=global_mean(found.loss, axis)
-    )
+
+    def mean(one: Event, given: tuple[Any, Any]) -> tuple[Any, Any]:
+        return plan.mean(one, *given, axis)
+
+    grads, extra = _in_turn(event, mean, (found.grads, state.extra))
+    found = found._replace(grads=grads, loss=global_mean(found.loss, axis))
+    state = state._replace(extra=extra)
     return halves.descend(found, state, state.params)
 
 

@@ -54,6 +54,18 @@ class RoundState(NamedTuple):
     tokens: jax.Array | None = None
 
 
+class MeanState(NamedTuple):
+    """State of a worker whose gradients are averaged by low-rank factors, by leaf.
+
+    Args:
+      errors: what earlier means have left out of its gradients, in float32 or wider.
+      bases: orthonormal columns to begin with, the same on all workers.
+    """
+
+    errors: dict[int, jax.Array]
+    bases: dict[int, jax.Array]
+
+
 Values = dict[str, Any]
 """Own values, by name; each a pytree of arrays."""
 
@@ -173,7 +185,7 @@ def map_params(
         return function(x, *(tree[number] for tree in beside))
 
     def by_path(path: Any, x: Any) -> Any:
-        if isinstance(x, RoundState):
+        if is_carried(x):
             return jax.tree.map_with_path(by_number, x)
         words = _words(path)
         ends = (words[start:] for start in range(len(words) + 1))
@@ -184,7 +196,7 @@ def map_params(
         # Several trees like the params may travel, as in tracking.
         return applied(key % len(leaves) if isinstance(key, int) else None, x)
 
-    is_carried = lambda x: isinstance(x, RoundState)  # noqa: E731
+    is_carried = lambda x: isinstance(x, RoundState | MeanState)  # noqa: E731
     return jax.tree.map_with_path(by_path, state, is_leaf=is_carried)
 
 

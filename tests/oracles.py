@@ -307,3 +307,13 @@ def _neighbours(n, heard):
 
 def _workers_of(nodes, per_node):
     return [node * per_node + k for node in nodes for k in range(per_node)]
+
+
+def power_sgd(matrices, basis):
+    """PowerSGD of gradients with errors, [N, m, n]: their mean, and the next basis.
+
+    Algorithm 1 of Vogels et al. (2019), whose bases of columns are not orthonormal.
+    """
+    rows = np.linalg.qr((matrices @ basis).mean(0))[0]
+    columns = (matrices.transpose(0, 2, 1) @ rows).mean(0)
+    return rows @ columns.T, columns

@@ -2,7 +2,8 @@
 
 It prints each step when it is done. With WAGMA it averages in groups of two, and in
 every tenth step over all. With STORE, an address, the book is that of a job under
-jax.distributed. MERGE is that of `Peers`. With ELASTIC, a quorum, workers come and go.
+jax.distributed. MERGE is that of `Peers`, and RANK the rank of its swaps. With ELASTIC,
+a quorum, workers come and go.
 """
 
 import os
@@ -15,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from decentjax import init_state, local_update, methods, topology, worker_mesh
+from decentjax import (
+    Rounds,
+    init_state,
+    local_update,
+    methods,
+    topology,
+    worker_mesh,
+)
+from decentjax.compression import low_rank
 from decentjax.gossip import (
     Elastic,
     Folder,
@@ -36,9 +45,12 @@ if "STORE" in os.environ:
     book = Store()
 optimizer = optax.sgd(0.01, momentum=0.5 if "ELASTIC" in os.environ else None)
 local = local_update(loss_fn=loss_fn, optimizer=optimizer)
-graph = topology.ring(num_workers)
+graph, params = topology.ring(num_workers), jnp.zeros(1000)
+if "RANK" in os.environ:
+    how, params = low_rank(int(os.environ["RANK"])), params.reshape(25, 40)
+    graph = Rounds(graph, delay=1, compression=how)
 key = jax.random.key(0)
-state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker])
+state = init_state(params, optimizer, key, num_workers, workers=[worker])
 began = time.monotonic()
 party = PeerProcess(book, [worker], worker_mesh(1, jax.local_devices()))
 mixed = []

@@ -18,9 +18,18 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from decentjax import distributed, gossip, local_update, methods, simulate, topology
+from decentjax import (
+    Rounds,
+    distributed,
+    gossip,
+    local_update,
+    methods,
+    simulate,
+    topology,
+)
+from decentjax.compression import low_rank
 
-WIDTH, STEPS = 48, 20
+WIDTH, STEPS, RANK = 48, 20, 4
 
 
 def loss_fn(params, model_state, batch, key):
@@ -37,6 +46,9 @@ def batch_of(shard: int, number: int) -> np.ndarray:
 def plan_of(name: str, num_workers: int):
     if name == "ring":
         return topology.ring(num_workers)
+    if name == "low_rank":
+        graph, how = topology.ring(num_workers), low_rank(RANK)
+        return Rounds(graph, delay=1, compression=how)
     return methods.diloco(num_workers, 5)
 
 
@@ -67,6 +79,8 @@ def main(book: str, name: str, how: str = "") -> None:
     used = list[gossip.MergeRecord]()
     if name == "quorum":
         more = {"merge": gossip.Quorum(2, guard=gossip.Guard(100.0)), "patience": 0.05}
+    if name == "low_rank":
+        more["merge"] = "swaps"
     with gossip.Peers(local, plan, party, used=used.append, **more) as step:
         state, t = step.init(model, jax.random.key(0)), 0
         there = NamedSharding(mesh, PartitionSpec("workers", None, "fsdp"))
@@ -77,11 +91,11 @@ def main(book: str, name: str, how: str = "") -> None:
                 time.sleep(0.02 * party.process)
             state, t, _ = step(state, batch_of, t)
         print(*step.refused.values(), flush=True)
-        norms = norms_of(step, state.params) if name != "ring" else []
+        norms = norms_of(step, state.params) if name == "quorum" else []
         sizes = [channel.num_bytes for channel in step.links._channels]
     got = state.params
     far = 0.0
-    if name != "quorum":
+    if name in ("ring", "diloco"):
         simulated = simulate(local, plan)
         wanted = simulated.init(model, jax.random.key(0))
         for t in range(STEPS):

@@ -88,10 +88,10 @@ class LowRank(Compression):
         del number
         if not self.is_reduced(x):
             return x.size * x.dtype.itemsize
-        dtype = np.dtype(self.message_dtype or x.dtype)
-        return sum(matrix_shape(x.shape)) / 2 * self.rank * dtype.itemsize
+        itemsize = self.dtype_of(x).itemsize
+        return sum(matrix_shape(x.shape)) / 2 * self.rank * itemsize
 
-    def is_reduced(self, x: jax.Array) -> bool:
+    def is_reduced(self, x: Any) -> bool:
         """Whether a leaf is sent as factors."""
         return is_reduced(x.shape, self.rank, self.min_rate)
 
@@ -149,15 +149,32 @@ class LowRank(Compression):
                 messages[number] = _lying(x, PartitionSpec())
                 continue
             basis = coded.memory[number][one.number][one.turn]
-
-            def product(x: jax.Array, basis: jax.Array) -> jax.Array:
-                matrix = x.astype(sum_dtype(x)).reshape(matrix_shape(x.shape))
-                return jnp.einsum(_PRODUCTS[one.turn], matrix, basis, precision=EXACT)
-
-            # Of a leaf in shards each device sends the whole message.
-            message = by_compiler(product, PartitionSpec())(x, basis)
-            messages[number] = rounded(message, np.dtype(self.message_dtype or x.dtype))
+            messages[number] = self.message(x, basis, one.turn)
         return coded._replace(messages=messages)
+
+    def message(self, x: jax.Array, basis: jax.Array, turn: int) -> jax.Array:
+        """The columns to send of a leaf, a matrix [m, n], on each of K edges.
+
+        Args:
+          x: the leaf.
+          basis: bases of the edges, [K, n, r], or [K, m, r] in the second turn.
+          turn: number of the turn.
+
+        Returns:
+          Columns, [K, m, r], or [K, n, r] in the second turn.
+        """
+
+        def product(x: jax.Array, basis: jax.Array) -> jax.Array:
+            matrix = x.astype(sum_dtype(x)).reshape(matrix_shape(x.shape))
+            return jnp.einsum(_PRODUCTS[turn], matrix, basis, precision=EXACT)
+
+        # Of a leaf in shards each device sends the whole message.
+        message = by_compiler(product, PartitionSpec())(x, basis)
+        return rounded(message, self.dtype_of(x))
+
+    def dtype_of(self, x: Any) -> np.dtype:
+        """The dtype of the columns of a leaf."""
+        return np.dtype(self.message_dtype or x.dtype)
 
     def outgoing(
         self, coded: Leaves, exchange: Exchange, place: int, axis_name: AxisName

@@ -145,7 +145,7 @@ class Compression(abc.ABC):
         """
 
 
-def check_real(number: int, x: jax.Array) -> None:
+def check_real(number: int, x: Any) -> None:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(
             f"a compression is of real numbers, and leaf {number} of the model is "

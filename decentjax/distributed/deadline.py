@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from decentjax.distributed.failure import process_name
 from decentjax.process.phases import (
     BETWEEN,
     COMPILING,
@@ -148,21 +149,21 @@ def names(
 
 
 def _said(number: int, report: PhaseReport, is_silent: bool) -> str:
-    doing = f"{report.phase}, step {report.step}"
+    name, doing = process_name(number), f"{report.phase}, step {report.step}"
     if report.phase == BETWEEN:
         doing = f"between steps {report.step} and {report.step + 1}"
     if report.step < 0:
         doing = report.phase
     if report.phase == ENDED:
-        return f"process {number} has ended after step {report.step}"
+        return f"{name} has ended after step {report.step}"
     if is_silent:
         return (
-            f"process {number} gives no sign: it is frozen, out of reach, or in code "
+            f"{name} gives no sign: it is frozen, out of reach, or in code "
             f"that holds Python's lock; last seen {doing}"
         )
     where = f", at {report.at}" if report.at else ""
     return (
-        f"process {number} is late: {doing}, for {report.seconds:.1f} s of at most "
+        f"{name} is late: {doing}, for {report.seconds:.1f} s of at most "
         f"{report.limit:g} s{where}"
     )
 

@@ -16,6 +16,24 @@ from jax._src import distributed as internals
 # Whoever has it ends the process, and others that fail meanwhile say nothing.
 ENDING = threading.RLock()
 SAYING_SECONDS = 2.0
+_worker: int | None = None  # Whose processes are this job, among peers.
+
+
+def set_worker(worker: int) -> None:
+    """Names the processes of this job, from now on, as those of a worker of peers."""
+    global _worker
+    _worker = worker
+
+
+def process_name(number: int) -> str:
+    """The name of a process of this job, such as "process 1 of worker 3".
+
+    Examples:
+      >>> from decentjax.distributed.failure import process_name
+      >>> process_name(2)  # Of a job of all workers.
+      'process 2'
+    """
+    return f"process {number}" + ("" if _worker is None else f" of worker {_worker}")
 
 
 def end_where_uncaught() -> None:
@@ -54,7 +72,7 @@ def end_process(message: str, code: int, number: int | None = None) -> NoReturn:
     try:
         job = internals.global_state
         number = job.process_id if number is None else number
-        say(f"error: process {number}: {message}")
+        say(f"error: {process_name(number)}: {message}")
         if job.process_id == 0 and job.num_processes > 1:
             # The coordinator ends with this process, and jax then aborts all others;
             # this leaves them time to print their own errors first.

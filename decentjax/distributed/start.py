@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
-from decentjax.distributed.failure import end_where_uncaught
+from decentjax.distributed.failure import end_where_uncaught, set_worker
 from decentjax.distributed.join import join, share
 from decentjax.distributed.place import PEERS, find_place, find_worker
 from decentjax.distributed.watch import watch
@@ -176,6 +176,7 @@ def initialize_worker(
     if job.address:
         check_credentials()
         end_where_uncaught()
+        set_worker(worker)
         join(job, num_devices, step_deadline, start_seconds)
     else:
         _watch_alone(step_deadline, worker)

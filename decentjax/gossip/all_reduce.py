@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax._core.optimizer_state import common_keys
+from decentjax._rounds.schedule import Event
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.port import Record, ignore
 from decentjax.mixing import global_mean
@@ -18,6 +19,7 @@ from decentjax.placement import (
     is_between_processes,
     over_workers,
 )
+from decentjax.plan import GradientMean
 from decentjax.state import WorkerState, strong
 from decentjax.train_step import check_not_donated
 from decentjax.updates import Adapt, Gradient, Metrics, halves_of
@@ -33,6 +35,10 @@ class AllReduce(Closing):
       adapt: the local update, with its two halves, see `local_update`.
       mesh: mesh of the workers, as in `on_mesh`.
       record: function called with each activity of this process.
+      plan: what `methods.all_reduce` returns; by default whole gradients.
+
+    Raises:
+      ValueError: if the mesh has another number of workers than the plan.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -47,16 +53,36 @@ class AllReduce(Closing):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
 
-    def __init__(self, adapt: Adapt, mesh: Mesh, record: Record | None = None):
+    def __init__(
+        self,
+        adapt: Adapt,
+        mesh: Mesh,
+        record: Record | None = None,
+        plan: GradientMean | None = None,
+    ):
         check_mesh(mesh)
         axis = axis_of(mesh)
-        mean = functools.partial(global_mean, axis_name=axis)
+        self._plan = plan = plan or GradientMean(mesh.shape[axis])
+        if plan.num_workers != mesh.shape[axis]:
+            raise ValueError(
+                f"AllReduce needs a mesh with the {plan.num_workers} workers of the "
+                f"plan on its axis {axis!r}, got {dict(mesh.shape)}"
+            )
         self._mesh, self._is_checked = mesh, not is_between_processes(mesh)
         halves = halves_of(adapt, "AllReduce")
 
         def gradient(state: WorkerState, batch: Any) -> tuple[Any, Gradient]:
             found = halves.gradient(state, batch)
             return (found.grads, found.loss), found._replace(grads=(), loss=())
+
+        def mean(event: Event, found: Any, extra: Any) -> Any:
+            grads, loss = found
+            grads, extra = plan.mean(event, grads, extra, axis)
+            return (grads, global_mean(loss, axis)), jax.tree.map(strong, extra)
+
+        def mean_of(event: Event) -> Any:
+            one = over_workers(functools.partial(mean, event), mesh)
+            return jax.jit(one, donate_argnums=(0, 1))
 
         def update(state: WorkerState, means: Any, found: Gradient) -> Any:
             state = state._replace(opt_state=common_keys(state.opt_state, axis))
@@ -67,9 +93,9 @@ class AllReduce(Closing):
 
         self._record = record or ignore
         # The state is donated only to the update, which needs it after the mean; the
-        # gradients to the mean, which then needs no extra memory.
+        # gradients, and what a plan keeps, to the mean, which needs no extra memory.
         self._gradient = jax.jit(over_workers(gradient, mesh))
-        self._mean = jax.jit(over_workers(mean, mesh), donate_argnums=0)
+        self._mean = functools.cache(mean_of)
         # The old model state too, which a plain update does not use.
         self._update = jax.jit(
             over_workers(update, mesh), donate_argnums=0, keep_unused=True
@@ -91,11 +117,12 @@ class AllReduce(Closing):
         grads, found = jax.block_until_ready(self._gradient(state, batch))
         computed = time.monotonic()
         self._record("compute", step, start, computed)
-        means = jax.block_until_ready(self._mean(grads))
+        mean = self._mean(self._plan.schedule[step])
+        means, extra = jax.block_until_ready(mean(grads, state.extra))
         exchanged = time.monotonic()
         self._record("wait", step, computed, exchanged)
         self._record("exchange", step, computed, exchanged)
-        return self._update(state, means, found)
+        return self._update(state._replace(extra=extra), means, found)
 
     def settle(self) -> None:
         """Returns at once: nothing is in flight between steps."""

@@ -34,6 +34,7 @@ class Layout:
 
     Attributes:
       pieces: the pieces of a worker, the same for all.
+      numbers: of each piece, the number of its array.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Layout:
             )
             for n, device, _ in self._order[0]
         ]
+        self.numbers = [n for n, _, _ in self._order[0]]
         firsts = {n: self._firsts(n, mesh) for n in self._sent}
         self._is_first = [device in firsts[n] for n, device, _ in self._order[0]]
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import sum_dtype
 from decentjax._core.norms import norm_of, sums_of_squares
+from decentjax._rounds.low_rank import LowRank
 from decentjax._rounds.sending import Leaves
 from decentjax.codec import of_leaf
 from decentjax.compression import Encoding
@@ -25,6 +26,7 @@ from decentjax.gossip.batches_read import Ledger
 from decentjax.gossip.layout import Rows, on_each_device
 from decentjax.links import Links, Said
 from decentjax.mixing import mix_arrived, mix_swapped
+from decentjax.plan import Plan, rounds_of, topology_of
 from decentjax.rounds import Rounds
 
 
@@ -184,20 +186,22 @@ class Arrived(Way):
 
 
 @dataclasses.dataclass
-class _Swap:
+class Swap:
     """The swaps of a leaf group with one peer, one at a time.
 
     Args:
       life: life of the peer's process; a new one restarts the count at 0.
       number: number of the open or next swap.
-      sent: the leaves that were sent, while the swap is open.
+      sent: the arrays that were sent, while the swap is open.
       step: the step for which they were sent.
+      bases: bases of the edge, in swaps of low rank.
     """
 
     life: int = 0
     number: int = 0
     sent: Rows | None = None
     step: int = 0
+    bases: Rows | None = None
 
 
 class Swaps(Way):
@@ -211,8 +215,8 @@ class Swaps(Way):
 
     def __init__(self, links: Links, topology: Graph, ledger: Ledger | None = None):
         super().__init__(links, topology, ledger)
-        self._swaps: dict[tuple[int, int], dict[int, _Swap]] = collections.defaultdict(
-            lambda: collections.defaultdict(_Swap)
+        self._swaps: dict[tuple[int, int], dict[int, Swap]] = collections.defaultdict(
+            lambda: collections.defaultdict(Swap)
         )
 
     @staticmethod
@@ -220,17 +224,17 @@ class Swaps(Way):
         check_symmetric(topology, "swaps")
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        of_peers = self._swaps[worker, group]
         for peer, _ in senders(self._topology[step], worker):
-            life = self._links.life_of(peer)
-            swap = self._swaps[worker, group][peer]
+            life, swap = self._links.life_of(peer), of_peers[peer]
             if swap.life != life:
                 # Swaps with the previous process may be lost.
-                swap = self._swaps[worker, group][peer] = _Swap(life)
+                swap = of_peers[peer] = Swap(life)
             # Nothing is sent to others, and a swap with them would never close.
             if life and peer in self._links.met and swap.sent is None:
-                swap.sent, swap.step = own, step
-                said = Said(step, swap.number)
-                self._links.publish(worker, peer, group, own, said)
+                swap.sent, swap.step = self._message((worker, group), swap, own), step
+                said, channel = Said(step, swap.number), self._channel(group, swap)
+                self._links.publish(worker, peer, channel, swap.sent, said)
 
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
@@ -242,25 +246,73 @@ class Swaps(Way):
             # Only the swaps that this step began are waited for.
             late = deadline if swap.step == step else 0.0
             message = self._links.wait_for_number(
-                worker, peer, group, swap.number, swap.life, late
+                worker, peer, self._channel(group, swap), swap.number, swap.life, late
             )
             if message is not None:
-                taken.append(Taken(peer, message.said.step, swap.step))
-                models[peer, message.said.step] = message.arrays
-                models[worker, swap.step] = swap.sent
+                one = Taken(peer, message.said.step, swap.step)
+                found = self._models((worker, group), swap, own, one, message.arrays)
                 swap.sent, swap.number = None, swap.number + 1
+                if found:
+                    taken.append(one)
+                    models |= found
         return MergeRecord(step, worker, group, tuple(taken)), models
+
+    def _channel(self, group: int, swap: Swap) -> int:
+        """The channel of the messages of a swap."""
+        del swap
+        return group
+
+    def _message(self, of: tuple[int, int], swap: Swap, own: Rows) -> Rows:
+        """What a worker sends in a swap of a group; `of` has both."""
+        del of, swap
+        return own
+
+    def _models(
+        self, of: tuple[int, int], swap: Swap, own: Rows, one: Taken, came: Rows
+    ) -> Models:
+        """What a complete swap adds to the models of a record; nothing if void."""
+        del own
+        assert swap.sent is not None
+        return {(one.peer, one.step): came, (of[0], one.sent): swap.sent}
 
     @staticmethod
     def combine(topology: Graph, used: MergeRecord, models: Models) -> Rows:
-        mixed = _average(topology, used, models)
+        of_step = {one for one in used.models if one.step == one.sent == used.step}
+        mixed = _average(topology, used._replace(models=tuple(of_step)), models)
         for one in used.models:
-            if one.sent != used.step:
-                weights = dict(senders(topology[one.sent], used.worker))
+            if one not in of_step:
                 sent = models[used.worker, one.sent]
                 came = models[one.peer, one.step]
-                mixed = _mix_swapped(mixed, sent, came, weights[one.peer])
+                weight = swap_weight(topology, used.worker, one)
+                mixed = _mix_swapped(mixed, sent, came, weight)
         return mixed
+
+
+def swap_weight(topology: Graph, worker: int, one: Taken) -> float:
+    """The weight of a swap at both ends: that of the later of their steps."""
+    return dict(senders(topology[max(one.step, one.sent)], worker))[one.peer]
+
+
+def swaps_of(plan: Plan) -> tuple[Topology, LowRank | None]:
+    """Returns the graph of swaps, and how their messages are encoded.
+
+    Raises:
+      ValueError: unless a plan exchanges whole models in every step.
+    """
+    if isinstance(plan, Topology):
+        return plan, None
+    rounds = rounds_of(plan)
+    coded = rounds.compression
+    of_models = dataclasses.replace(rounds, compression=None).averages_models
+    is_early = of_models and rounds.delay == 1 and not rounds.has_hooks
+    if is_early and isinstance(coded, LowRank):
+        return topology_of(rounds), coded
+    raise ValueError(
+        "swaps exchange models in every step, a step ahead: pass a topology, or "
+        "Rounds(topology, delay=1, compression=low_rank(rank)), got "
+        f"{type(rounds).__name__} of every {rounds.every} steps with a delay of "
+        f"{rounds.delay} and the compression {coded and coded.name}"
+    )
 
 
 WAYS: dict[str, type[Way]] = {
@@ -427,6 +479,11 @@ def sends_changes(rounds: Rounds) -> bool:
     """Whether messages are parts of a sum, none of which may be lost."""
     one = rounds.compression
     return rounds.keeps_sums or (one is not None and one.sends_changes)
+
+
+def sends_by_edge(rounds: Rounds) -> bool:
+    """Whether the messages to two neighbors differ."""
+    return rounds.compression is not None and not rounds.compression.sends_alike
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 from decentjax._core.collectives import is_mixed
 from decentjax._core.fingerprint import ADVICE, first_model
+from decentjax._rounds.low_rank import LowRank
 from decentjax.codec import as_permutations
 from decentjax.compression import Leaves
 from decentjax.exchange import Permutations, Topology
 from decentjax.gossip.batches_read import Ledger, shard_of
 from decentjax.gossip.layout import Layout, Rows
+from decentjax.gossip.low_rank_swaps import Factors, LowRankSwaps
 from decentjax.gossip.membership import Elastic, Living, adopted, travels
 from decentjax.gossip.merging import (
     WAYS,
@@ -31,6 +33,7 @@ from decentjax.gossip.merging import (
     form_of,
     neighbors,
     senders,
+    sends_by_edge,
     sends_changes,
 )
 from decentjax.gossip.patience import AutoPatience, Waits
@@ -137,6 +140,7 @@ class PeerPort(PartyPort):
       patience: longest time to wait for models, in seconds, or how it adapts.
       elastic: how to continue when workers join and leave; None if they do not.
       used: as in `PartyPort`.
+      low_rank: how swaps are encoded; None sends whole models.
 
     Raises:
       TypeError: if `party` is not a `PeerProcess`.
@@ -153,6 +157,7 @@ class PeerPort(PartyPort):
         patience: float | AutoPatience,
         elastic: Elastic | None,
         used: Callable[[MergeRecord], None] | None,
+        low_rank: LowRank | None = None,
     ):
         rounds = rounds_of(plan)
         super().__init__(party, rounds.num_workers, used)
@@ -161,7 +166,7 @@ class PeerPort(PartyPort):
             QuorumMeans if isinstance(merge, Quorum) else WAYS[merge]
         )
         self._rounds, self._schedule = rounds, rounds.schedule
-        self._compression = rounds.compression
+        self._compression, self._low_rank = rounds.compression, low_rank
         self._needs_all, self.waits = sends_changes(rounds), Waits(patience)
         # Without a quorum a topology's models are sent a step ahead, as they are.
         is_ahead = isinstance(plan, Topology) and self._quorum is None
@@ -188,6 +193,11 @@ class PeerPort(PartyPort):
     def _check(self, rounds: Rounds) -> None:
         """Raises a ValueError for what does not fit."""
         self._way_of.check(self.topology)
+        if sends_by_edge(rounds):
+            raise ValueError(
+                "low-rank messages differ between neighbors, and peers send them as "
+                'swaps: use merge="swaps"'
+            )
         check_whole(rounds, self.waits.longest)
         if self.waits.auto is not None and not self._way_of.takes_newest:
             raise ValueError(
@@ -201,11 +211,6 @@ class PeerPort(PartyPort):
                     "a quorum waits for the others only for a while: give a patience "
                     "in seconds, or an AutoPatience, got inf"
                 )
-        if self._compression is not None and not self._compression.sends_alike:
-            raise ValueError(
-                "peers send the same message to all neighbors, and those of "
-                f"{self._compression.name} differ: use on_mesh or gossip.Background"
-            )
         if self._compression is not None and not self._reports_taken:
             raise ValueError(
                 "a quorum and elastic peers merge whole models, got rounds with "
@@ -262,17 +267,25 @@ class PeerPort(PartyPort):
         self.states = Layout(adopted(state), self.party.mesh, travels)
         first, *_ = Layout(leaves, self.party.mesh, lambda _: True).rows(leaves)
         count = self.topology.num_workers
+        channels = [layout.pieces for layout in self._sent]
+        if self._low_rank is not None:
+            pairs = zip(self._sent, groups, strict=True)
+            factors = [Factors(self._low_rank, *pair) for pair in pairs]
+            channels = [one.pieces(turn) for turn in range(2) for one in factors]
+        self._of_states = len(channels)
         self._links = Links(
             self.party,
             count,
-            [*[layout.pieces for layout in self._sent], self.states.pieces],
+            [*channels, self.states.pieces],
             self._way_of.__name__,
             None if self.elastic is None else self.elastic.silent_seconds,
             self._num_parts + (count if self.elastic else 0),
             first_model=first_model(first, step),
         )
         how = self.links, self.graph, self.ledger
-        if self._quorum is None:
+        if self._low_rank is not None:
+            self._way = LowRankSwaps(*how, factors)
+        elif self._quorum is None:
             self._way = self._way_of(*how)
         else:
             how = *how, self._quorum, self._schedule
@@ -314,7 +327,7 @@ class PeerPort(PartyPort):
             for guest, worker in sorted(guests):
                 # Copies, which no later step donates.
                 own = [jnp.array(x, copy=True) for x in of_workers[worker]]
-                self.links.publish(worker, guest, len(self._forms), own, said)
+                self.links.publish(worker, guest, self._of_states, own, said)
         if not self._reports_taken:
             self.links.at(step)
 
@@ -358,13 +371,14 @@ class PeerPort(PartyPort):
 
         None once no peer is ahead, or this process is to end.
         """
-        channel, wait = len(self._forms), JOIN_SECONDS
+        wait = JOIN_SECONDS
         while (ahead := self.links.ahead(after)) and not ended():
             heard = self.links.bell.count
             for peer in sorted(ahead):
                 self.links.ask_to_join(worker, peer)
                 late = time.monotonic() + wait
-                message = self.links.wait(worker, peer, channel, after + 1, late)
+                channel = worker, peer, self._of_states
+                message = self.links.wait(*channel, after + 1, late)
                 if message is not None and message.said.step > after:
                     if self.ledger is not None:
                         self.ledger.hear(message.said.parts)

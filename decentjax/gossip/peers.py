@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decentjax.exchange import Topology
 from decentjax.gossip.group_port import GroupPort
 from decentjax.gossip.membership import Elastic
-from decentjax.gossip.merging import WAYS, MergeRecord
+from decentjax.gossip.merging import WAYS, MergeRecord, swaps_of
 from decentjax.gossip.patience import AutoPatience
 from decentjax.gossip.peer_port import PeerPort
 from decentjax.gossip.port import Record
@@ -70,6 +69,13 @@ class Peers(Beside):
     message would leave wrong: these need `patience=math.inf` and a symmetric graph, and
     raise an error if a peer is lost.
 
+    With `merge="swaps"` and the compression `low_rank` of rounds with `every=1` and
+    `delay=1`, each edge has one open swap of factors at a time, and both ends move by
+    the same difference once it is complete. So with any patience the mean of all models
+    is kept, and nothing is lost but the open swaps of a process that dies: its edges
+    begin again. The bases belong to the edges, and not to the state. Slices send the
+    factors of their shards.
+
     With a `Quorum` no weight stays with the own model: a round merges the contributions
     that have come, weighted by what they were trained on. A slow worker takes part in
     the rounds of the others with fewer steps.
@@ -88,8 +94,8 @@ class Peers(Beside):
         each worker takes in turn independently; or rounds, such as `methods.wagma`.
       party: this process, its workers, and how it finds its peers.
       merge: how models are used: "arrived" averages with the models received so far,
-        "swaps" over a topology swaps models with peers, see `decentjax.gossip.merging`;
-        a `Quorum` merges contributions.
+        "swaps" over a topology, or rounds with `low_rank`, swaps models with peers, see
+        `decentjax.gossip.merging`; a `Quorum` merges contributions.
       patience: longest time that a step or round waits for models, in seconds, or an
         `AutoPatience`; with a quorum, once that is there; over `methods.wagma` for
         live but silent workers, and the slowest in a mean of all.
@@ -149,12 +155,11 @@ class Peers(Beside):
                     "neither join nor leave: leave out merge and elastic"
                 )
             port = GroupPort(party, plan, patience, used)
-        elif merge == "swaps" and not isinstance(plan, Topology):
-            raise ValueError(
-                "swaps exchange whole models in every step: pass a topology, got rounds"
-            )
         else:
-            port = PeerPort(party, plan, merge, patience, elastic, used)
+            low_rank = None
+            if merge == "swaps":
+                plan, low_rank = swaps_of(plan)  # A state needs the graph alone.
+            port = PeerPort(party, plan, merge, patience, elastic, used, low_rank)
         super().__init__(local, plan, party.mesh, port, record, party.workers)
         self._peers, self._is_away, self._is_lone = port, True, True
         self._lives: dict[int, int] = {}  # Of the peers that it has met.

@@ -19,7 +19,15 @@ from typing import Any
 from decentjax.links.address_book import Seeds, address_in
 from decentjax.links.caller import Caller
 from decentjax.links.channel import Channel, Piece
-from decentjax.links.handshake import ANY, Host, Question, RefusedError, answer
+from decentjax.links.handshake import (
+    ANY,
+    Host,
+    Question,
+    RefusedError,
+    UnevenError,
+    answer,
+    uneven,
+)
 from decentjax.links.inbox import Bell, Edge, Inbox, Message
 from decentjax.links.outbox import Mailbox, Outbox, abort
 from decentjax.links.peer_process import PeerProcess
@@ -122,6 +130,7 @@ class Connections:
             "processes": party.num_processes,
         }
         self._silences, self._closing = 0, threading.Event()
+        self._is_uneven = False  # Whether a worker has another number of processes.
         self._threads = Threads()
         how = party.book, self._secret, tls, self._says, self._slices
         self._caller = Caller(*how, is_known=self._is_known)
@@ -306,10 +315,9 @@ class Connections:
                 if time.monotonic() - known.since < BRIEF_SECONDS:
                     self._closing.wait(TEND_SECONDS)
         except RefusedError as why:
-            refusal, is_gone = (
-                f"{address}, asked from {self._server.address}: {why}",
-                True,
-            )
+            is_gone = True
+            refusal = f"{address}, asked from {self._server.address}: {why}"
+            self._is_uneven |= isinstance(why, UnevenError)
         except ConnectionRefusedError:
             is_gone = True  # Nothing listens there: not yet, or no longer.
         except (OSError, EOFError, ValueError):
@@ -473,6 +481,12 @@ class Connections:
     def _host(self, question: Question) -> Host:
         """What this process says of the worker asked for, or of its first one."""
         self._caller.learn(question)
+        own, others = self._says["processes"], question.processes
+        if own != others and question.guest in self._peers:
+            self._is_uneven = True
+            why = f"worker {question.guest} at {question.address}: "
+            self._refuse(question.guest, why + uneven(others, own))
+            self.bell.ring()
         worker = question.worker
         if worker not in self._slices:
             worker = min(self._slices)

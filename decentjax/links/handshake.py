@@ -36,6 +36,10 @@ class RefusedError(Exception):
     """The process that answers is not the expected peer, for the given reason."""
 
 
+class UnevenError(RefusedError):
+    """Another worker has another number of processes."""
+
+
 class Question(NamedTuple):
     """What a guest says.
 
@@ -118,10 +122,7 @@ def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
         raise RefusedError(NO_SECRET)
     found = _words(_read_host, answer)
     if found.processes != question.processes:
-        raise RefusedError(
-            f"its worker has {found.processes} processes, and this one "
-            f"{question.processes}: start all workers with as many"
-        )
+        raise UnevenError(uneven(found.processes, question.processes))
     if question.worker not in (ANY, found.worker):
         raise RefusedError(f"it is worker {found.worker}")
     if question.worker != ANY and found.process != question.process:
@@ -129,6 +130,14 @@ def ask(connection: socket.socket, secret: bytes, question: Question) -> Host:
     if found.digest != question.digest:
         raise RefusedError("its config or its model differs")
     return found
+
+
+def uneven(processes: int, own: int) -> str:
+    """What is wrong with a worker of another number of processes."""
+    return (
+        f"its worker has {processes} processes, and this one {own}: start all workers "
+        "with as many"
+    )
 
 
 def answer(

@@ -143,9 +143,12 @@ class Links(Connections):
 
         Raises:
           ConnectionError: if another process of this worker has ended.
-          ValueError: if a peer started from a different model.
+          ValueError: if a peer started from a different model; or if one has another
+            number of processes, and this process has met no other.
         """
         self._job.check()
+        if self._is_uneven and not any(one.last_life for one in self._peers.values()):
+            raise ValueError("; ".join(self.refused.values()))
         if unlike := sorted(self._unlike):
             raise ValueError(
                 "the workers must begin with the same model, but that of the workers "

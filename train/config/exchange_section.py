@@ -48,8 +48,9 @@ class ApartExchange:
     Args:
       patience: longest wait for models of other processes, in seconds; None waits
         indefinitely, "auto" adapts to when they arrive.
-      bind: IP address, or name of a network interface, where this process listens. If
-        `encrypted` is off, an address other than loopback must be on a private network.
+      bind: IP address, or name of a network interface, where this process listens; with
+        a port, process p of a worker of several listens at the port + p. If `encrypted`
+        is off, an address other than loopback must be on a private network.
       addresses: IP:PORT, or [IP]:PORT for IPv6, of each process; by default they find
         each other through files in the run's folder.
       seeds: IP:PORT of any processes that train, of which one that lives tells where

@@ -13,6 +13,7 @@ from decentjax.codec import Codec
 from decentjax.compression import (
     LEAST_KEPT,
     Compression,
+    LowRank,
     copies,
     drift,
     error_feedback,
@@ -59,6 +60,10 @@ def make_codec(name: CodecName, share: float = 0.01, bits: int = 32) -> Codec:
     return getattr(codecs, name)()
 
 
+def _low_rank(rank: int, bits: int) -> LowRank:
+    return low_rank(rank, "bfloat16" if bits == 16 else None)
+
+
 def sends_models(codec: Codec) -> bool:
     """Whether models sent by the codec converge."""
     return codec.keeps >= LEAST_KEPT
@@ -103,13 +108,37 @@ class AtcMethod(EveryStepMethod):
 
 @checked
 class AllReduceMethod:
-    """The mean of the gradients of all workers, the baseline."""
+    """The mean of the gradients of all workers, the baseline.
+
+    Args:
+      rank: rank of the factors that are sent in place of gradients, as PowerSGD; None
+        sends gradients.
+      sent_bits: bits of each number of the factors, 32 or 16.
+      begin_at: number of steps with whole gradients at the start.
+    """
 
     name: ClassVar[str] = "all_reduce"
 
+    rank: int | None = None
+    sent_bits: Literal[32, 16] = 32
+    begin_at: int = 0
+
+    def __post_init__(self):
+        if self.rank is not None:
+            check_at_least(self, 1, "rank")
+        elif self.sent_bits != 32 or self.begin_at:
+            raise ValueError(
+                "method.sent_bits and method.begin_at are of low-rank factors: set "
+                "method.rank too, or leave them out"
+            )
+        check_at_least(self, 0, "begin_at")
+
     def build(self, parts: PlanParts) -> GradientMean:
         """Returns the plan."""
-        return all_reduce(parts.workers.num_workers)
+        count = parts.workers.num_workers
+        if self.rank is None:
+            return all_reduce(count)
+        return all_reduce(count, _low_rank(self.rank, self.sent_bits), self.begin_at)
 
 
 @checked
@@ -270,7 +299,7 @@ class RoundsMethod:
         if self.codec == "none":
             return None
         if self.codec == "low_rank":
-            return low_rank(self.rank, "bfloat16" if self.sent_bits == 16 else None)
+            return _low_rank(self.rank, self.sent_bits)
         if self.copies is not None:
             return copies(self._codec(), None if self.copies == "auto" else self.copies)
         encoded = error_feedback if self.outer == "none" else drift

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentjax import Rounds
-from decentjax.gossip.merging import check_whole
+from decentjax.gossip.merging import check_whole, sends_by_edge, swaps_of
 from decentjax.gossip.peer_port import peer_graph
 from decentjax.plan import GradientMean, Plan, policy_of, rounds_of, topology_of
 from decentjax.topology import Topology, matrices
@@ -202,11 +202,6 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
             {"step.message_dtype": (None,), "exchange": IN_JOB},
         ),
         Need(
-            coded is not None and not coded.sends_alike,
-            "low-rank messages differ between neighbors, and peers send the same ones",
-            {"exchange": IN_JOB},
-        ),
-        Need(
             coded is not None,
             "messages have one form, of a codec or a dtype",
             {"step.message_dtype": (None,)},
@@ -244,7 +239,7 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
             },
         ),
         Need(
-            coded is not None and coded.sends_changes,
+            coded is not None and coded.sends_changes and coded.sends_alike,
             "messages of changes are summed by their receivers, and none may be lost",
             {"exchange.patience": (None,)},
         ),
@@ -255,7 +250,23 @@ def _needs(config: Config, plan: Plan) -> list[Need]:
 def _needs_of_exchange(config: Config, plan: Plan) -> list[Need]:
     """What the exchange of a config needs of the other parts."""
     exchange, is_rounds = config.exchange, isinstance(plan, Rounds)
+    is_of_edges = isinstance(plan, Rounds) and sends_by_edge(plan)
     return [
+        Need(
+            is_of_edges,
+            "low-rank messages differ between neighbors, and peers send them as swaps",
+            {"exchange": (*IN_JOB, "peers"), "exchange.way": ("swaps",)},
+        ),
+        Need(
+            is_of_edges and isinstance(exchange, PeerExchange),
+            "swaps exchange whole models in every step, while the gradient is computed",
+            {
+                "method.every_steps": (1,),
+                "method.delay": (1,),
+                "method.fragments": (1,),
+                "method.merge": ("replace", "shift"),
+            },
+        ),
         Need(
             config.is_apart,
             "peers send models in their own dtype",
@@ -267,7 +278,7 @@ def _needs_of_exchange(config: Config, plan: Plan) -> list[Need]:
             {"method": ("awc", "rounds", OWN)},
         ),
         Need(
-            isinstance(exchange, PeerExchange) and is_rounds,
+            isinstance(exchange, PeerExchange) and is_rounds and not is_of_edges,
             "rounds are averaged as they arrive",
             {"exchange.way": ("arrived",)},
         ),
@@ -361,7 +372,10 @@ def _check_apart(config: Config, plan: Plan) -> None:
     if not isinstance(exchange, PeerExchange | QuorumExchange):
         return
     peer_graph(topology_of(plan), takes_groups=isinstance(plan, Rounds))
-    check_whole(rounds_of(plan), math.inf if exchange.patience is None else 0)
+    if isinstance(exchange, PeerExchange) and exchange.way == "swaps":
+        swaps_of(plan)  # For its errors.
+    else:
+        check_whole(rounds_of(plan), math.inf if exchange.patience is None else 0)
     if exchange.elastic:
         _check_places(config, exchange.quorum_of(num_workers))
     if isinstance(exchange, QuorumExchange):

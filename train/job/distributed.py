@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import node_mesh
-from decentjax.distributed.failure import end_process, lost_peer
+from decentjax.distributed.failure import end_process, lost_peer, process_name
 from decentjax.distributed.join import client, join, share, tell
 from decentjax.distributed.place import JobPlace, check_per_worker, find_place
 from decentjax.distributed.watch import close_watch
@@ -138,7 +138,7 @@ def meet(config: Config) -> list[str]:
     first = json.loads(tell("facts", json.dumps(own)))
     found = gather("facts", [socket.gethostname(), [*differences(first, own)]])
     phrases = [
-        f"process {number} against process 0: {phrase}"
+        f"{process_name(number)} against process 0: {phrase}"
         for number, (_, differs) in enumerate(found)
         for phrase in differs
     ]

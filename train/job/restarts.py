@@ -12,7 +12,7 @@ FOLDER = re.compile(rb"; folder (.+)")
 # A row of the log, such as "step 480/600  loss 2.1", or "step 480: lost worker 0".
 STEP = re.compile(rb"\] step (\d+(?:/\d+)?)[: ]")
 # An error, without the number of its process, which all others may have too.
-ERROR = re.compile(rb"^error: (?:process \d+: )?(.+)")
+ERROR = re.compile(rb"^error: (?:process \d+(?: of worker \d+)?: )?(.+)")
 LONGEST_PAUSE = 60.0
 LONG_SECONDS = 60.0  # Of a process that takes steps: it does not fail at its start.
 TRIES = 8  # Equal failures in a row, after which another would be no better.

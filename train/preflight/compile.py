@@ -20,6 +20,7 @@ from train import targets
 from train.config import AllReduceMethod, Config
 from train.run.array_placement import check_examples, of_examples, shapes_on
 from train.run.build import build_in_step
+from train.run.message_bytes import step_bytes
 from train.run.run_place import Given
 from train.run.setup import make_run
 from train.targets import Gpu, Target
@@ -180,13 +181,14 @@ class Preflight:
         """
         in_levels = self.method.graph[t].workers_per_node > 1
         dtype = None if in_levels else self.config.step.message_dtype
-        stacked = sum(
-            x.size * np.dtype(dtype or x.dtype).itemsize
+        floats = [
+            jax.ShapeDtypeStruct(x.shape[1:], dtype or x.dtype)
             for x in jax.tree.leaves(self.state.params)
             if jnp.issubdtype(x.dtype, jnp.inexact)
-        )
-        workers = self.config.workers
-        model_bytes = stacked / workers.num_workers
+        ]
+        workers, model_bytes = self.config.workers, step_bytes(None, floats)
+        if self.method.sends_gradients:  # Also by factors.
+            model_bytes = self.method.model_bytes(floats)
         sent = analysis.traffic(
             self.method.graph, model_bytes, workers.workers_per_node
         )
@@ -253,11 +255,13 @@ def prepare(
 def inspect(preflight: Preflight, options: Options, console: Console) -> list[Finding]:
     """Compiles every distinct exchange of the run, with options of XLA."""
     # The first step of each exchange: a later one of the same exchange compiles alike.
-    turns = {e: t for t, e in reversed(list(enumerate(preflight.method.graph)))}
+    method = preflight.method
+    steps = enumerate(method.graph, start=method.first)
+    turns = {e: t for t, e in reversed(list(steps))}
     found = []
     for number, t in enumerate(sorted(turns.values()), start=1):
-        name = preflight.method.name
-        if not preflight.method.sends_gradients:
+        name = method.name
+        if not method.sends_gradients:
             name = f"{name} {number}/{len(turns)}"
         with console.status(f"compiling {name}"):
             found.append(preflight.find(name, t, options))

@@ -77,6 +77,7 @@ class Method:
         is in a second thread, cluster, job, number of steps, and seed.
       rounds: the rounds, if any.
       sends_gradients: whether gradients are averaged in place of models.
+      first: the first step that sends what most of them send.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Method:
     times: Callable[..., runtime.Times]
     rounds: Rounds | None = None
     sends_gradients: bool = False
+    first: int = 0
 
     @property
     def schedule(self) -> Schedule:
@@ -131,7 +133,7 @@ def build_method(config: Config, task: Task | None = None) -> Method:
     size = functools.partial(step_bytes, config.step.message_dtype)
     average = bind_mix(config.step, longest_dim if task is None else task.shard)
     if isinstance(plan, GradientMean):
-        method = _all_reduce(plan, size)
+        method = _all_reduce(plan)
     elif isinstance(plan, Rounds) and not isinstance(own, EveryStepMethod):
         method = _in_rounds(plan, average)
     else:
@@ -194,17 +196,20 @@ def _in_rounds(rounds: Rounds, average: Average) -> Method:
     )
 
 
-def _all_reduce(plan: GradientMean, size: Size) -> Method:
+def _all_reduce(plan: GradientMean) -> Method:
 
     def beside(
         local: LocalUpdate, mesh: Mesh, *, record: gossip.Record | None, **options: Any
     ) -> InThread:
         del options  # Gradients have their own dtype, and are awaited.
-        return gossip.AllReduce(local, mesh, record)
+        return gossip.AllReduce(local, mesh, record, plan)
 
     def times(in_thread: bool, *rest: Any) -> runtime.Times:
         del in_thread  # Nothing can hide a mean that the update awaits.
         return runtime.all_reduce(*rest)
+
+    def sent(taken: Event, model: Any) -> Sent:
+        return Sent(plan.topology[0], plan.num_bytes(taken, model))
 
     return Method(
         "",
@@ -213,15 +218,16 @@ def _all_reduce(plan: GradientMean, size: Size) -> Method:
         None,
         False,
         beside,
-        _whole(size),
-        size,
+        sent,
+        functools.partial(plan.num_bytes, plan.schedule[plan.begin_at]),
         times,
         sends_gradients=True,
+        first=plan.begin_at,
     )
 
 
 def _whole(size: Size) -> Callable[[Event, Any], Sent]:
-    """What is sent where each exchange is of the whole model, or its gradient."""
+    """What is sent where each exchange is of the whole model."""
 
     def sent(taken: Event, model: Any) -> Sent:
         assert taken.sends is not None

@@ -124,8 +124,9 @@ class Observer:
           first: number of the worker of the first row.
         """
         said = say_quarantined(state, first)
+        is_first = jax.process_index() % self._per_worker == 0  # Of its worker.
         for worker, text in said.items():
-            if self._quarantined.get(worker) != text:
+            if is_first and self._quarantined.get(worker) != text:
                 warn(f"step {step}: {text}")
                 if self.log is not None:
                     self.log.note(step, quarantine=text)

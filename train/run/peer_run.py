@@ -114,7 +114,7 @@ def build_peers(
             plan = wagma_plan(run)
         case QuorumExchange():
             common["merge"] = exchange.build_merge(num_workers, amounts_of(run.task))
-        case PeerExchange(way=way) if method.rounds is None:
+        case PeerExchange(way=way):
             common["merge"] = way
     return gossip.Peers(run.local, plan, party, **common)
 
@@ -140,7 +140,9 @@ def _bound(
     exchange: ApartExchange, place: Apart
 ) -> tuple[str, gossip.Addresses | gossip.Folder | gossip.Seeds]:
     """Where this process listens, and the book in which it finds the others."""
-    bind, book = address_of(exchange.bind), gossip.Folder(place.run_dir / "peers")
+    host, port = split_address(address_of(exchange.bind), port=0)
+    bind = to_address(host, port and port + place.part)
+    book = gossip.Folder(place.run_dir / "peers")
     if exchange.seeds:
         book = gossip.Seeds(exchange.seeds)
     if exchange.addresses:

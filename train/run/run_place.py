@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from decentjax import worker_mesh
 from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import provide_cpu_devices, provide_devices
+from decentjax.distributed.failure import set_worker
 from decentjax.distributed.join import join
 from decentjax.distributed.place import JobPlace, WorkerPlace, find_worker
 from decentjax.distributed.watch import watch
@@ -307,6 +308,7 @@ class Apart(Alone):
             watch(how.deadline, self.process)
             yield
             return
+        set_worker(self.process)
         with fail_stop():
             check_credentials()
             seconds = how.deadline, how.start_seconds

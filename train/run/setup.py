@@ -10,8 +10,9 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, init_state
+from decentjax.gossip.merging import swaps_of
 from decentjax.updates import LocalUpdate, kinds
-from train.config import AutoExchange, BackgroundExchange, Config
+from train.config import AutoExchange, BackgroundExchange, Config, PeerExchange
 from train.run.array_placement import put_batch, put_state
 from train.run.check_task import trace_task
 from train.run.method import Method, build_method
@@ -101,7 +102,10 @@ class Run:
         Raises:
           ValueError: if the model does not fit the task.
         """
-        plan, init = self.method.plan, self.task.init
+        plan, init, exchange = self.method.plan, self.task.init, self.config.exchange
+        is_apart = self.place.watch is not None
+        if is_apart and isinstance(exchange, PeerExchange) and exchange.way == "swaps":
+            plan, _ = swaps_of(plan)  # Bases of edges are no part of the state.
 
         # One program: without jit each leaf would be a dispatch, and exist twice.
         @jax.jit

@@ -49,8 +49,8 @@ def repeat(
     has_quorum = isinstance(config.exchange, QuorumExchange)
     if method.rounds is not None and not has_quorum:
         raise ValueError(
-            "rounds are repeated where they end with a quorum: those of all workers "
-            "have the numbers of exchange = auto"
+            "rounds are repeated where they end with a quorum: those that wait for all "
+            "workers have the numbers of exchange = auto"
         )
     if lives is None and run.place.elastic:
         raise ValueError(

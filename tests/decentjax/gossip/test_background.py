@@ -663,12 +663,15 @@ def test_a_closed_train_step_leaves_no_model_behind():
 def test_all_reduce_keeps_no_gradient_from_step_to_step():
     case, means = Case(), []
     with gossip.AllReduce(case.local, case.mesh) as train_step:
-        mean = train_step._mean
+        mean_of = train_step._mean
 
-        def spied(grads):
-            result = mean(grads)
-            means.extend(weakref.ref(x) for x in jax.tree.leaves(result))
-            return result
+        def spied(event):
+            def mean(*found):
+                result = mean_of(event)(*found)
+                means.extend(weakref.ref(x) for x in jax.tree.leaves(result))
+                return result
+
+            return mean
 
         train_step._mean = spied
         _step(train_step, case, place(case.start(), case.mesh), 0)

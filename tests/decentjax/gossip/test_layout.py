@@ -227,6 +227,12 @@ def test_what_slices_cannot_do_gets_a_sentence(tmp_path):
         ValueError, match=r"equally many devices of its mesh, got \{3: 1"
     ):
         gossip.PeerProcess(Folder(tmp_path), [0], mesh)
+    own = types.SimpleNamespace(process_index=0, client=far.client)
+    spans = types.SimpleNamespace(
+        shape={"workers": 2}, axis_names=("workers",), devices=np.array([own, far])
+    )
+    with pytest.raises(ValueError, match=r"on a mesh of the processes \[0, 3\]: give"):
+        gossip.PeerProcess(Folder(tmp_path), [0, 1], spans)
     two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("replica", "fsdp"))
     with pytest.raises(ValueError, match='whose axis "replica" has this process\'s 1'):
         gossip.PeerProcess(Folder(tmp_path), [0], two)

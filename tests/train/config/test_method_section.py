@@ -3,12 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from decentjax.analysis import traffic
+from decentjax.compression import low_rank
 from decentjax.topology import complete
-from tests import line, rounds_line
+from tests import line, rounds_line, tiny
 from tests.changes import changed
 from tests.run_folders import column
 from train.cli.sections import kind_of
@@ -134,6 +136,75 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
             params_of(whole),
             params_of(wanted),
         )
+
+
+class Square(line.Line):
+    """A line whose slope is the sum of a matrix with noise of full rank."""
+
+    def build(self):
+        task = super().build()
+
+        def loss_fn(params, model_state, batch, key):
+            flat = jax.tree.map(jnp.sum, params)
+            loss, rest = task.loss_fn(flat, model_state, batch, None)
+            if key is not None:
+                loss += (jax.random.normal(key, (6, 4)) * params["w"]).sum()
+            return loss, rest
+
+        def score_fn(params, model_state, batch):
+            loss, _ = loss_fn(params, model_state, batch, None)
+            return {"loss": (loss, jnp.ones(()))}
+
+        params = {"b": jnp.zeros(()), "w": jnp.zeros((6, 4))}
+        return task._replace(
+            init=lambda key: (params, ()), loss_fn=loss_fn, score_fn=score_fn
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["simulate", "mesh", "background"])
+def test_factors_of_gradients_train_and_resume(where, tmp_path):
+    method = AllReduceMethod(rank=1, begin_at=3)
+    names = {"simulate": "auto", "mesh": "in_step"}
+    exchange = kind_of("exchange", names.get(where, where))
+    workers = dict(where="simulate" if where == "simulate" else "mesh")
+    config = changed(NOISY, task=Square(), num_steps=12, method=method)
+    config = changed(config, workers=workers, exchange=exchange())
+    whole = train(config, tmp_path / "whole").state
+    assert any(x.any() for x in jax.tree.leaves(whole.extra.errors))
+    train(changed(config, num_steps=7), tmp_path / "half")
+    resumed = train(config, tmp_path / "half", Resume()).state
+    kept = [jax.device_get((one.params, one.extra)) for one in (whole, resumed)]
+    jax.tree.map(np.testing.assert_array_equal, *kept)
+    run = make_run(config)
+    together = train_seeds(run, range(1), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(column(tmp_path / "whole"), seeds, rtol=1e-4)
+    whole_bytes, factor_bytes = 4 * (1 + 24), 4 * (1 + 6 + 4)
+    mean = 2 * 3 / 4 * (3 * whole_bytes + 9 * factor_bytes) / 12
+    assert together.sent["per worker"] == [pytest.approx(mean)]
+    model, _ = jax.eval_shape(run.task.init, jax.random.key(0))
+    assert run.method.model_bytes(model) == factor_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 0}, "rank must be at least 1, got 0"),
+        ({"rank": 4, "begin_at": -1}, "begin_at must be at least 0, got -1"),
+        ({"begin_at": 3}, "set method.rank too"),
+        ({"sent_bits": 16}, "set method.rank too"),
+        ({"rank": 4, "sent_bits": 8}, "sent_bits must be one of"),
+    ],
+)
+def test_factors_of_no_sense_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        AllReduceMethod(**changes)
+
+
+def test_factors_of_16_bits_are_bfloat16():
+    config = changed(tiny.config, method=AllReduceMethod(rank=4, sent_bits=16))
+    assert make_run(config).method.plan.compression == low_rank(4, "bfloat16")
 
 
 TRACKING = {

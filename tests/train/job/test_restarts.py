@@ -30,6 +30,13 @@ def test_a_newer_checkpoint_is_one_that_it_has_not_found(tmp_path):
     assert life.has_saved()
 
 
+@pytest.mark.parametrize("who", ["", "process 3: ", "process 1 of worker 1: "])
+def test_an_error_is_the_same_whichever_process_reports_it(who):
+    life = Life()
+    life.hear(f"[3] error: {who}no room for 4\n".encode())
+    assert life.said == b"no room for 4"
+
+
 @pytest.mark.parametrize("codes", [[70], [70, 137]])
 def test_pauses_grow_to_a_minute_and_equal_failures_end(codes):
     failures = Failures(float("inf"))

@@ -101,6 +101,8 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     assert all(step == version for step, *_, version in rows)
 
 
+LOW_RANK = RoundsMethod(every_steps=1, delay=1, codec="low_rank")
+BY_SWAPS = {"exchange": PeerExchange(way="swaps")}
 DILOCO = RoundsMethod(every_steps=3, delay=2, outer="nesterov", merge="shift")
 
 
@@ -127,6 +129,28 @@ def test_rounds_of_peers_that_wait_are_the_simulated(codec, tmp_path):
     }
     with pytest.raises(ValueError, match="rounds are repeated where they end with a"):
         repeat(make_run(config), [], lambda *_: None)
+
+
+@pytest.mark.slow
+def test_low_rank_swaps_that_wait_are_the_simulated(tmp_path):
+    options = [*RING, "--exchange.way", "swaps", "--exchange.patience", "None"]
+    options += ["--method", "rounds", "--method.every-steps", "1", "--method.delay"]
+    options += ["1", "--method.codec", "low_rank"]
+    run_dir = tmp_path / "line"
+    with launch(2, run_dir, *options) as job:
+        ended(job)
+    config = changed(job_line.config, topology=dict(name="ring"), method=LOW_RANK)
+    state = train(config, tmp_path / "simulated").state
+    check_trained(run_dir, state.params)
+    with pytest.raises(ValueError, match="those that wait for all workers have the"):
+        repeat(make_run(config), [], lambda *_: None)
+
+
+def test_the_bases_of_swaps_are_no_part_of_a_state(tmp_path):
+    """They belong to the edges, and begin again with each process."""
+    config = as_process(0, 2, method=LOW_RANK, **BY_SWAPS)
+    run = make_run(config, build_place(config, tmp_path))
+    assert run.first_state([0]).extra == ()
 
 
 SWAPS = [*RING, "--exchange.way", "swaps"]
@@ -560,6 +584,8 @@ def test_after_a_return_all_schedules_of_an_optimizer_are_at_the_step():
 COMPLETE = {"topology": TopologyConfig(name="complete")}
 INT8 = {"method": RoundsMethod(codec="int8", outer="nesterov")}
 INT4 = {"method": RoundsMethod(codec="int4", copies="auto")}
+
+
 NODES = {"topology": dict(name="hierarchical"), "workers": dict(workers_per_node=2)}
 
 
@@ -575,6 +601,12 @@ NODES = {"topology": dict(name="hierarchical"), "workers": dict(workers_per_node
         (INT8 | COMPLETE, "none may be lost: set exchange.patience to None, got 0.0"),
         (INT4, "messages of changes .* set exchange.patience"),
         (ROUNDS | {"exchange": PeerExchange(way="swaps")}, "they arrive.* swap"),
+        ({"method": LOW_RANK}, "set exchange.way to swaps, got arrived"),
+        (
+            {"method": changed(LOW_RANK, every_steps=2), **BY_SWAPS},
+            "in every step, .* set method.every_steps to 1, got 2",
+        ),
+        ({"method": changed(LOW_RANK, delay=0), **BY_SWAPS}, "set method.delay to 1"),
         (COMPLETE, "averages over groups or nodes, which takes collectives"),
         (NODES, "averages over groups or nodes, which takes collectives"),
         (

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 
 import jax
@@ -13,15 +14,16 @@ import pytest
 
 from tests import wide_line
 from tests.changes import changed
-from tests.jobs import ended, started, wait_until
+from tests.jobs import LONG, ROUNDS, ended, started, wait_until
 from tests.run_folders import alive, column, last_step, used
-from train.config import AutoExchange
+from train.config import AutoExchange, RoundsMethod, TopologyConfig
 from train.evaluate import evaluate
 from train.replay import replay
 from train.run.loop import train
 from train.stop_run import stop
 from train.store.alive import members
 from train.store.checkpoints import find_checkpoints, read_models
+from train.store.folder import process_folders
 from train.store.log import read_metrics
 from train.store.timeline import read_timelines
 
@@ -40,12 +42,12 @@ ENDLESS = (
 )
 
 
-def launched(run_dir, *options, workers=2, processes=2):
+def launched(run_dir, *options, workers=2, processes=2, **env):
     """Workers of several processes, each with two devices."""
     own = ("--workers", str(workers), "--processes-per-worker", str(processes))
     command = ("-m", "train.launch", *own, *options)
     where = () if options[0] == "resume" else ("--run-dir", str(run_dir))
-    return started(sys.executable, *command, *where)
+    return started(sys.executable, *command, *where, **env)
 
 
 def elastic(run_dir, *options, workers=2):
@@ -60,12 +62,13 @@ def finished(tmp_path_factory):
         return run_dir, ended(job)
 
 
-def simulated(run_dir, num_steps):
+def simulated(run_dir, num_steps, **changes):
     alone = changed(
         wide_line.config,
         num_steps=num_steps,
         exchange=AutoExchange(),
         workers=dict(devices_per_worker=1),
+        **changes,
     )
     return train(alone, run_dir).state.params
 
@@ -97,6 +100,98 @@ def test_workers_of_two_processes_train_as_simulated_ones(finished, tmp_path):
         (x.process, x.step) for x in read_timelines(run_dir) if x.activity == "wait"
     ]
     assert len(spans) == len(set(spans)) > 0
+
+
+@pytest.mark.slow
+def test_workers_of_two_processes_take_the_rounds_of_simulated_ones(tmp_path):
+    run_dir = tmp_path / "run"
+    with launched(run_dir, CONFIG, *ROUNDS, "--num-steps", "24") as job:
+        ended(job)
+    how = RoundsMethod(every_steps=8, outer="nesterov", learning_rate=0.5, momentum=0.5)
+    complete = TopologyConfig(name="complete")
+    wanted = simulated(tmp_path / "simulated", 24, method=how, topology=complete)
+    check_trained(run_dir, wanted)
+    assert [row[0] for row in used(run_dir, 1)] == [7, 15, 23]
+
+
+@pytest.mark.slow
+def test_quorum_rounds_are_of_workers_though_one_process_is_late(tmp_path):
+    how = (*ROUNDS, "--exchange", "quorum", "--exchange.patience", "0.1")
+    more = ("--exchange.silent-seconds", "60", "--num-steps", "64")
+    late = ("--workers.num-workers", "3", "--on-step", "tests/late.py:fixed")
+    options = (CONFIG, *how, *more, *late)
+    with launched(tmp_path, *options, workers=3, LATE="5 0.12") as job:
+        ended(job)
+    # As simulated workers of one process merge the same contributions.
+    found = replay(tmp_path, trust=(CONFIG, "tests/late.py"))
+    assert sorted(found) == [0, 1, 2]
+    assert max(found.values()) < 1e-6
+    for number in range(3):
+        assert {row[3] for row in used(tmp_path, number)} == {0, 1, 2}
+    skipped = [
+        sum(row["skipped"] for row in read_metrics(path) if "skipped" in row)
+        for path in process_folders(tmp_path)
+    ]
+    assert skipped[2] > max(skipped[:2])
+
+
+@pytest.mark.slow
+def test_workers_without_a_common_folder_find_each_other_by_a_seed(tmp_path):
+    """Each process of the first worker listens at a port of its own, by TLS."""
+    secret, seed = tmp_path / "secret", f"127.0.0.1:{two_free_ports()}"
+    secret.write_text("5" * 64)
+    secret.chmod(0o600)
+    common = (CONFIG, "--exchange.encrypted", "--exchange.secret-file", str(secret))
+    common = (*common, "--exchange.seeds", seed)
+    numbers = ("--places", "4", "--first-process")
+    first = (*numbers, "0", *common, "--exchange.bind", seed)
+    other = (*numbers, "2", *common)
+    with (
+        launched(tmp_path / "0", *first, workers=1) as one,
+        launched(tmp_path / "1", *other, workers=1) as two,
+    ):
+        ended(one)
+        ended(two)
+    for number in (0, 1):
+        rows = [tuple(row) for row in used(tmp_path / str(number), number)]
+        assert len(rows) == len(set(rows))
+        assert {(t, peer) for t, _, _, peer, _ in rows} == {
+            (t, 1 - number) for t in range(12)
+        }
+
+
+def two_free_ports():
+    """The first of two neighbouring ports at which nobody listens."""
+    while True:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            contextlib.suppress(OSError),
+        ):
+            port = one.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
+
+
+@pytest.mark.slow
+def test_a_late_process_is_named_with_its_worker(tmp_path):
+    late = ("--on-step", "tests/late.py:fixed", "--distributed.step-deadline", "2")
+    with launched(tmp_path, CONFIG, *late, LATE="3 1000") as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 72, output
+    # Both processes of the worker end with it, whichever is the first.
+    line = r"error: process \d of worker 1: process 1 of worker 1 is late: in on_step, "
+    assert re.search(line, output), output
+
+
+@pytest.mark.slow
+def test_a_worker_in_quarantine_is_named_once(tmp_path):
+    nan = ("--step.not-finite", "quarantine", "--task.poison-step", "5")
+    options = (*nan, "--task.poison-worker", "0")  # The only one of each batch.
+    with launched(tmp_path, CONFIG, *options) as job:
+        output = ended(job)
+    for number in (0, 1):
+        found = f"1 gradients of worker {number} were not finite, since step 5"
+        assert output.count(found) == 1
 
 
 @pytest.mark.slow
