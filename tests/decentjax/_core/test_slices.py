@@ -29,7 +29,7 @@ from decentjax import (
     simulate,
     topology,
 )
-from decentjax.compression import copies, drift, error_feedback
+from decentjax.compression import copies, drift, error_feedback, low_rank
 from decentjax.exchange import Exchange, Groups, Permutations
 from decentjax.mixing import Lowering, global_mean
 from decentjax.plan import schedule_of, worker_step
@@ -323,6 +323,7 @@ ROUNDS = {
     "int8": Rounds(RING, delay=1, compression=error_feedback(codec.int8())),
     "late": Rounds(RING, 2, delay=2, compression=error_feedback(codec.int4())),
     "copies": Rounds(RING, 2, compression=copies(codec.top_k(0.5), rate=0.5)),
+    "low rank": Rounds(RING, delay=1, compression=low_rank(1)),
     "drift": Rounds(
         COMPLETE, 2, outer=optax.sgd(0.7, momentum=0.9), compression=drift(codec.int4())
     ),
