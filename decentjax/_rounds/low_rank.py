@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from decentjax._core.collectives import AxisName, sum_dtype, varying_as
 from decentjax._core.dtypes import float_dtype
-from decentjax._core.low_rank import (
+from decentjax._core.factoring import (
     EXACT,
     first_basis,
     is_reduced,

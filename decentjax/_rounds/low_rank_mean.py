@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from decentjax._core.collectives import AxisName, sum_dtype, varying_as
-from decentjax._core.low_rank import first_basis, matrix_shape, orthonormal
+from decentjax._core.factoring import first_basis, matrix_shape, orthonormal
 from decentjax._core.slices import by_compiler, specs_of
 from decentjax._rounds.low_rank import LowRank
 from decentjax.exchange import Exchange

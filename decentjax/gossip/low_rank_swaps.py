@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from decentjax._core.collectives import sum_dtype
-from decentjax._core.low_rank import first_basis, matrix_shape, orthonormal
+from decentjax._core.factoring import first_basis, matrix_shape, orthonormal
 from decentjax._rounds.low_rank import EXACT, LowRank
 from decentjax._rounds.sending import check_real
 from decentjax.gossip.batches_read import Ledger

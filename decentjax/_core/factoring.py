@@ -18,7 +18,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     Its rows are the first dims, and its columns the others.
 
     Examples:
-      >>> from decentjax._core.low_rank import matrix_shape
+      >>> from decentjax._core.factoring import matrix_shape
       >>> matrix_shape((3, 3, 64, 128)), matrix_shape((64, 4, 16)), matrix_shape((7,))
       ((576, 128), (64, 64), (7, 1))
     """

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decentjax._core.low_rank import (
+from decentjax._core.factoring import (
     first_basis,
     is_reduced,
     matrix_shape,
