@@ -6,18 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from decentjax._core.collectives import AxisName, sum_dtype, varying_as
-from decentjax._core.factoring import first_basis, matrix_shape, orthonormal
+from decentjax._core.factoring import EXACT, first_basis, matrix_shape, orthonormal
 from decentjax._core.slices import by_compiler, specs_of
 from decentjax._rounds.low_rank import LowRank
 from decentjax.exchange import Exchange
 from decentjax.mixing import mix, rounded
 from decentjax.state import MeanState
 
-_product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+_product = functools.partial(jnp.matmul, precision=EXACT)
 _WHOLE = PartitionSpec()  # Of factors: all devices of a worker have them.
 
 
