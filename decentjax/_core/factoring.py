@@ -82,8 +82,8 @@ def basis_of(factor: jax.Array, before: jax.Array) -> jax.Array:
     """
     place = jnp.abs(factor).argmax(-2, keepdims=True)
     largest = jnp.take_along_axis(factor, place, -2)
-    # The two ends of an edge have opposite signs.
-    ratio = factor / jnp.where(largest == 0, 1, largest)
+    # The two ends of an edge have opposite signs, but of zeros: all bits must be equal.
+    ratio = jnp.where(factor == 0, 0, factor / jnp.where(largest == 0, 1, largest))
     columns = jnp.where(largest == 0, before, ratio)
 
     def add(number: int | jax.Array, basis: jax.Array) -> jax.Array:

@@ -388,7 +388,7 @@ def test_code_blocks_run_as_pasted(part, tmp_path):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 52
+    assert len(blocks) == 53
     assert sum(word in block for word in CHECKS for block in blocks) == 20
     for word in ("analysis.compare(graphs", "job, graph, num_steps=1000"):
         assert sum(word in block for block in blocks) == 1

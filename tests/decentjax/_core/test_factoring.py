@@ -89,7 +89,8 @@ def test_both_ends_of_an_edge_find_one_basis_bit_for_bit(is_compiled, has_zeros)
         # Equal numbers have the difference +0 at both ends.
         found, other = of(one, BEFORE), of({n: 0 - x for n, x in one.items()}, BEFORE)
         for number in one:
-            np.testing.assert_array_equal(found[number], other[number])
+            bits = [np.asarray(x[number]).view("int32") for x in (found, other)]
+            np.testing.assert_array_equal(*bits)
             assert np.isfinite(found[number]).all()
 
 
