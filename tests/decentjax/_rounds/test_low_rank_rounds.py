@@ -590,5 +590,5 @@ def test_a_complex_leaf_has_no_low_rank_difference():
 def test_peers_do_not_send_each_neighbor_another_message(tmp_path):
     party = party_of(tmp_path, [0, 1])
     how = Rounds(topology.ring(2), delay=1, compression=low_rank(1))
-    with pytest.raises(ValueError, match="those of low_rank differ: use on_mesh or"):
+    with pytest.raises(ValueError, match="peers send them as swaps: use merge="):
         gossip.Peers(LOCAL, how, party, patience=math.inf)
