@@ -116,8 +116,10 @@ ELSEWHERE = {
     "workers.processes_per_worker": "test_worker_jobs",
     "workers.where": "test_array_placement",
     "optimizer.weight_decay": "test_optimizer_state",
-    # A scalar is encoded almost as it is.
+    # A scalar is encoded almost as it is, and has no factors.
     "method.rounds.error_kept": "test_method_section",
+    "method.rounds.rank": "test_method_section",
+    "method.all_reduce": "test_method_section",
     "exchange.peers": "test_peer_run",
     "exchange.quorum": "test_quorum_job",
     "exchange.groups": "test_peer_run",

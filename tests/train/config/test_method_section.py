@@ -187,6 +187,36 @@ def test_factors_of_gradients_train_and_resume(where, tmp_path):
     assert run.method.model_bytes(model) == factor_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["simulate", "mesh", "background"])
+def test_low_rank_models_train_and_resume(where, tmp_path):
+    names = {"simulate": "auto", "mesh": "in_step"}
+    every = dict(every_steps=1, delay=1, merge="shift", codec="low_rank")
+    config = changed(
+        NOISY,
+        task=Square(),
+        num_steps=12,
+        method=RoundsMethod(**every, rank=1, sent_bits=16),
+        topology=TopologyConfig(name="one_peer_ring"),
+        workers=dict(where="simulate" if where == "simulate" else "mesh"),
+        exchange=kind_of("exchange", names.get(where, where))(),
+    )
+    whole = train(config, tmp_path / "whole").state
+    train(changed(config, num_steps=7), tmp_path / "half")
+    resumed = train(config, tmp_path / "half", Resume()).state
+    kept = [jax.device_get((one.params, one.extra)) for one in (whole, resumed)]
+    jax.tree.map(np.testing.assert_array_equal, *kept)
+    run = make_run(config)
+    together = train_seeds(run, range(1), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(column(tmp_path / "whole"), seeds, rtol=1e-4)
+    # One message of a step to one neighbor, of six or four rows in 2 bytes.
+    assert together.sent["per worker"] == [4 + 2 * (6 + 4) / 2]
+    coarse = changed(config, method=dict(rank=2, sent_bits=32, codec="low_rank"))
+    other = train(coarse, tmp_path / "other").state
+    assert np.abs(params_of(other)["w"] - params_of(whole)["w"]).max() > 1e-3
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -278,6 +308,12 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copies": 0.0}, r"copies in \(0, 1\]"),
         ({"codec": "int2"}, "method.codec = int2 has too large .* set method.copies"),
+        ({"codec": "int8", "rank": 4}, "method.codec = int8 has no rank"),
+        ({"codec": "low_rank", "rank": 0}, "rank must be at least 1, got 0"),
+        ({"codec": "low_rank", "sent_bits": 8}, r"must be one of \(16, 32\), got 8"),
+        ({"codec": "top_k", "copies": "auto", "sent_bits": 16}, "sent_bits of top_k"),
+        ({"codec": "low_rank", "copies": 0.5}, "low_rank needs models"),
+        ({"codec": "low_rank", "outer": "nesterov"}, "low_rank needs models"),
         ({"codec": "int8", "tracking": True}, "leave method.codec at none, got int8"),
     ],
 )
