@@ -271,8 +271,11 @@ class PeerPort(PartyPort):
         if self._low_rank is not None:
             pairs = zip(self._sent, groups, strict=True)
             factors = [Factors(self._low_rank, *pair) for pair in pairs]
-            channels = [one.pieces(turn) for turn in range(2) for one in factors]
-        self._of_states = len(channels)
+            channels = [
+                one.pieces(turn)
+                for turn in range(self._low_rank.turns)
+                for one in factors
+            ]
         self._links = Links(
             self.party,
             count,
@@ -294,6 +297,13 @@ class PeerPort(PartyPort):
         # Elastic peers come when they come, but those of this process are here.
         own, late = {*self.party.workers}, time.monotonic() + self.waits.first
         self._links.meet(self.sources & own if self.elastic else self.sources, late)
+
+    @property
+    def _of_states(self) -> int:
+        """The channel of whole states, after those of the groups."""
+        return len(self._forms) * (
+            1 if self._low_rank is None else self._low_rank.turns
+        )
 
     def _check_worker(self, state: WorkerState) -> None:
         """Raises a ValueError if the processes of a worker begin with other models."""
