@@ -309,7 +309,9 @@ class Peers(Beside):
 
     def has_quorum(self) -> bool:
         """Whether as many workers are alive as `elastic` wants; a call waits for it."""
-        return not self._is_open or self._is_quorum(self._peers.look())
+        if self._peers.elastic is None or not self._is_open:
+            return True
+        return self._is_quorum(self._peers.look())
 
     def _is_quorum(self, seen: Seen) -> bool:
         elastic = self._peers.elastic
