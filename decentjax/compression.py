@@ -399,8 +399,8 @@ def low_rank(
 
     Args:
       rank: r.
-      message_dtype: dtype of the sent columns, such as "bfloat16"; None for that of
-        the leaf. Both ends use the rounded numbers: with "bfloat16" a consensus
+      message_dtype: dtype of the sent columns, such as "bfloat16"; None for the
+        leaf's. Both ends use the rounded numbers: with "bfloat16" a consensus
         distance of 5e-4 of a leaf's numbers remains.
       min_rate: least ratio of a leaf's numbers to its factors' with which it is not
         sent whole.

@@ -13,7 +13,7 @@ EXACT = lax.Precision.HIGHEST  # A product in fewer bits would lose small differ
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The matrix of a leaf: that of the fewest rows and columns together.
+    """The matrix of a leaf, with the fewest rows and columns together.
 
     Its rows are the first dims, and its columns the others.
 
@@ -54,7 +54,7 @@ def orthonormal(
 ) -> dict[int, jax.Array]:
     """Orthonormal bases of the columns of factors, [..., size, rank], by number.
 
-    Those of equal shapes are computed together.
+    Factors of equal shapes are computed together.
 
     Args:
       factors: the factors.
@@ -73,7 +73,7 @@ def orthonormal(
 
 @jax.jit
 def basis_of(factor: jax.Array, before: jax.Array) -> jax.Array:
-    """Orthonormal columns that span those of a factor, [..., size, rank].
+    """Orthonormal columns with the span of a factor's, [..., size, rank].
 
     A factor and its negative have the same basis bit for bit. A column of zeros is
     taken from the basis before. By Gram-Schmidt, twice, which float32 needs: a column

@@ -27,7 +27,7 @@ class Round(NamedTuple):
         all.
       delay: number of steps; see `decentjax.Rounds`.
       turn: number of the form of its messages, of a compression that has several.
-      number: that of its exchange, among the different ones of a schedule.
+      number: number of its exchange, among the different ones of a schedule.
     """
 
     exchange: Exchange | None = None

@@ -41,7 +41,7 @@ class Compression(abc.ABC):
       sends_changes: whether messages are changes of shared state, none of which may be
         lost.
       sends_alike: whether all peers get the same message.
-      is_of_all: whether the average is that of the messages of all workers.
+      is_of_all: whether it averages the messages of all workers.
       turns: number of forms of a message, taken in turn in the rounds of an exchange.
       shards: sharding of each leaf, if each device sends only its shard.
     """
@@ -59,7 +59,7 @@ class Compression(abc.ABC):
         """Raises a ValueError if rounds cannot be sent so."""
 
     def check_leaves(self, count: int) -> None:
-        """Raises a ValueError if it is that of another number of leaves."""
+        """Raises a ValueError if it is for another number of leaves."""
         del count
 
     @abc.abstractmethod

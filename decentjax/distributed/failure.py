@@ -20,7 +20,7 @@ _worker: int | None = None  # Whose processes are this job, among peers.
 
 
 def set_worker(worker: int) -> None:
-    """Names the processes of this job, from now on, as those of a worker of peers."""
+    """Names the processes of this job, from now on, by their worker among peers."""
     global _worker
     _worker = worker
 

@@ -289,7 +289,7 @@ class Swaps(Way):
 
 
 def swap_weight(topology: Graph, worker: int, one: Taken) -> float:
-    """The weight of a swap at both ends: that of the later of their steps."""
+    """The weight of a swap at both ends, from the later of their steps."""
     return dict(senders(topology[max(one.step, one.sent)], worker))[one.peer]
 
 

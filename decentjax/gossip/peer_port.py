@@ -300,7 +300,7 @@ class PeerPort(PartyPort):
 
     @property
     def _of_states(self) -> int:
-        """The channel of whole states, after those of the groups."""
+        """The channel of whole states, after the channels of the groups."""
         return len(self._forms) * (
             1 if self._low_rank is None else self._low_rank.turns
         )

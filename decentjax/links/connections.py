@@ -130,7 +130,7 @@ class Connections:
             "processes": party.num_processes,
         }
         self._silences, self._closing = 0, threading.Event()
-        self._is_uneven = False  # Whether a worker has another number of processes.
+        self._uneven = ""  # Which worker has another number of processes.
         self._threads = Threads()
         how = party.book, self._secret, tls, self._says, self._slices
         self._caller = Caller(*how, is_known=self._is_known)
@@ -317,7 +317,8 @@ class Connections:
         except RefusedError as why:
             is_gone = True
             refusal = f"{address}, asked from {self._server.address}: {why}"
-            self._is_uneven |= isinstance(why, UnevenError)
+            if isinstance(why, UnevenError):
+                self._uneven = f"worker {peer} at {refusal}"
         except ConnectionRefusedError:
             is_gone = True  # Nothing listens there: not yet, or no longer.
         except (OSError, EOFError, ValueError):
@@ -483,9 +484,9 @@ class Connections:
         self._caller.learn(question)
         own, others = self._says["processes"], question.processes
         if own != others and question.guest in self._peers:
-            self._is_uneven = True
-            why = f"worker {question.guest} at {question.address}: "
-            self._refuse(question.guest, why + uneven(others, own))
+            where = f"worker {question.guest} at {question.address}"
+            self._uneven = f"{where}: {uneven(others, own)}"
+            self._refuse(question.guest, self._uneven)
             self.bell.ring()
         worker = question.worker
         if worker not in self._slices:

@@ -147,8 +147,8 @@ class Links(Connections):
             number of processes, and this process has met no other.
         """
         self._job.check()
-        if self._is_uneven and not any(one.last_life for one in self._peers.values()):
-            raise ValueError("; ".join(self.refused.values()))
+        if self._uneven and not any(one.last_life for one in self._peers.values()):
+            raise ValueError(self._uneven)
         if unlike := sorted(self._unlike):
             raise ValueError(
                 "the workers must begin with the same model, but that of the workers "

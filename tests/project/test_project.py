@@ -36,6 +36,15 @@ def test_forms_are_yaml(path):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
 
 
+def test_no_file_is_tracked_that_a_tool_has_left():
+    """Such as a wheel: whatever is no text is named here."""
+    files = ["git", "ls-files", "--eol"]
+    lines = subprocess.check_output(files, cwd=ROOT, text=True).splitlines()
+    binary = {line.split("\t")[1] for line in lines if line.startswith("i/-text")}
+    known = {f"tests/runs_0.{minor}.0.tar.xz" for minor in (2, 3, 4)}
+    assert binary == known | {"docs/report.png", "tests/peers.npz"}
+
+
 def test_the_citation_has_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == decentjax.__version__
