@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -285,6 +286,23 @@ def test_a_state_that_is_not_older_is_adopted(pair, monkeypatch):
     message = peers._peers.whole(1, 10, lambda: False)
     assert message is not None
     assert message.said.step == 20
+
+
+def test_a_guest_gets_a_state_once_for_a_request(pair, monkeypatch):
+    host, guest = pair
+    peers = Peers(LOCAL, topology.ring(2), party_of("unused", [0]))
+    port, sent = peers._peers, []
+    row = [jax.device_put(jnp.ones((1, 3)), jax.devices()[0])]
+    port.states = types.SimpleNamespace(rows=lambda _: [row])
+    port._links, port._way = host, Arrived(host, topology.ring(2))
+    monkeypatch.setattr(Links, "publish", lambda _, *how: sent.append(how[:3]))
+    state = peers.init(jnp.zeros(3), jax.random.key(0))
+    for step in range(4):
+        if step in (1, 3):
+            guest.ask_to_join(1, 0)
+            wait_until(lambda: host.look().guests == {(1, 0)})
+        port.show(state, step)
+        assert sent == [(0, 1, 0)] * ((step + 1) // 2)
 
 
 @pytest.mark.slow
