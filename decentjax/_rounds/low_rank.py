@@ -113,13 +113,15 @@ class LowRank(Compression):
             )
         for exchange in schedule.exchanges:
             _check_edges(schedule.name, exchange)
-        degree = len({j for one in schedule.exchanges for j in _peers(one)})
+        neighbors = np.any([*map(_neighbors, set(schedule.exchanges))], axis=0)
+        degrees = neighbors.sum(axis=1)
+        worker, degree = int(degrees.argmax()), int(degrees.max())
         most = 2 * max(1, (schedule.num_workers - 1).bit_length())
         if degree > most:
             raise ValueError(
                 f"low-rank messages need edges that recur soon, and in {schedule.name} "
-                f"worker 0 has {degree} neighbors, more than {most}: use a graph such "
-                "as ring, one_peer_ring or hypercube"
+                f"worker {worker} has {degree} neighbors, more than {most}: use a "
+                "graph such as ring, one_peer_ring or hypercube"
             )
 
     def init(self, schedule: Schedule, leaves: Leaves, is_late: bool) -> Coded:
@@ -260,9 +262,9 @@ def _matrix_of(exchange: Exchange) -> np.ndarray:
     return apply(exchange, np.eye(exchange.num_workers))
 
 
-def _peers(exchange: Exchange) -> list[int]:
-    """The neighbors of worker 0."""
-    return [one.sources[0] for one in _permutes(exchange) if one.sources[0] >= 0]
+def _neighbors(exchange: Exchange) -> np.ndarray:
+    """Which workers are neighbors, [N, N]."""
+    return (_matrix_of(exchange) > 0) & ~np.eye(exchange.num_workers, dtype=bool)
 
 
 @functools.lru_cache(maxsize=256)

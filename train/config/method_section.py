@@ -313,6 +313,7 @@ class RoundsMethod:
             "sent_share": ("codec", self.codec == "top_k"),
             "sent_bits": ("codec", self.codec in ("top_k", "low_rank")),
             "rank": ("codec", self.codec == "low_rank"),
+            "error_kept": ("codec", self.codec != "low_rank"),
         }
         for name, (of, used) in is_used.items():
             if not used and getattr(self, name) != getattr(type(self), name):

@@ -560,7 +560,11 @@ LATE = functools.partial(Rounds, compression=low_rank(4))
         ),
         (
             lambda: LATE(topology.random_matching(32, period=64, seed=0)),
-            "edges that recur soon, .* random_matching .* worker 0 has 2. neighbors",
+            r"edges that recur soon, .* random_matching .* worker \d+ has 2. neigh",
+        ),
+        (
+            lambda: LATE(topology.from_edges([(5, j) for j in range(20) if j != 5])),
+            "worker 5 has 19 neighbors, more than 10",
         ),
         (
             lambda: LATE(topology.ring(4), 2, count_tokens=lambda x: x),

@@ -313,6 +313,7 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"codec": "low_rank", "sent_bits": 8}, r"must be one of \(16, 32\), got 8"),
         ({"codec": "top_k", "copies": "auto", "sent_bits": 16}, "sent_bits of top_k"),
         ({"codec": "low_rank", "copies": 0.5}, "low_rank needs models"),
+        ({"codec": "low_rank", "error_kept": 0.5}, "low_rank has no error_kept"),
         ({"codec": "low_rank", "outer": "nesterov"}, "low_rank needs models"),
         ({"codec": "int8", "tracking": True}, "leave method.codec at none, got int8"),
     ],
