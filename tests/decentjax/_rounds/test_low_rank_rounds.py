@@ -560,7 +560,7 @@ LATE = functools.partial(Rounds, compression=low_rank(4))
         ),
         (
             lambda: LATE(topology.random_matching(32, period=64, seed=0)),
-            r"edges that recur soon, .* random_matching .* worker \d+ has 2. neigh",
+            r"edges that recur soon, .* random_matching .* worker \d+ has 30 neigh",
         ),
         (
             lambda: LATE(topology.from_edges([(5, j) for j in range(20) if j != 5])),
